@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.environments.builds.builder import Builder, BuildNetwork
+from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest
 from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.resolve import BUILD_S, ImageMapping, ImageRequest, Images
+from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json

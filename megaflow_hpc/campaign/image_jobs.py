@@ -22,9 +22,11 @@ from megaflow_hpc.campaign.image_batch import Batch, Recipe, Result, Wanted
 from megaflow_hpc.campaign.job_environment import site_environment
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.registries import is_remote
-from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images, match_name
-from megaflow_hpc.environments.images.store import VARIABLE, ImageStore
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.room import VARIABLE
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir

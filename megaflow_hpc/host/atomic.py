@@ -28,19 +28,22 @@ def make_directory(path: Path) -> None:
             path.chmod(0o2750)
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int | None = None, exclusive: bool = False) -> None:
+def write_atomic(
+    path: Path, data: bytes | str, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
+) -> None:
     """Publishes ``data`` at ``path`` atomically, and durably before it is visible (write, fsync, rename).
 
     Args:
         mode: Permission bits, whatever the umask. Default: :func:`file_mode`.
         exclusive: Nothing may be there.
+        temporary: Where it is written first, on the same file system. Default: beside it.
 
     Raises:
         FileExistsError: ``exclusive``, and something is.
     """
     raw = data.encode() if isinstance(data, str) else data
     mode = file_mode(path.parent) if mode is None else mode
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -24,13 +24,13 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @functools.cache
-def dies_with_parent() -> tuple[str, ...]:
+def dies_with_parent(signal_name: str = "KILL") -> tuple[str, ...]:
     """Returns an argv prefix by which the kernel kills a command when the thread that started it ends.
 
     Empty where ``setpriv`` is missing.
     """
     setpriv = shutil.which("setpriv")
-    return (setpriv, "--pdeathsig", "KILL") if setpriv else ()
+    return (setpriv, "--pdeathsig", signal_name) if setpriv else ()
 
 
 def die_with_parent() -> None:

@@ -1,10 +1,10 @@
 """First commands over chains of 1, 10 and 60 layers, side by side: ``python -m tests.bench.layers BASE.sif``.
 
-Each layer has a file of its own, a file that all have, and a directory. Every sandbox has an image of its own, whose
-topmost layer no other has: so each is staged, leased and started as the one image of a task is. ``start`` is from
-asking for a sandbox whose image is here to the end of its first command, ``stage`` what comes before it the first time,
-when all is here but the topmost layer. ``lookup`` is a command that asks for names that no layer has. Rounds go through
-the counts by turns.
+Each layer has a file of its own, a file that all have, and a directory. Every image has a topmost layer that no other
+has: so each is staged and leased as the one image of a task is. ``stage`` is that, when all is here but the topmost
+layer. ``first`` is from asking for a sandbox whose image is here to the end of its first command, where the image is
+new to the process, so by Apptainer; ``clone`` the same for the next one over it. ``lookup`` is a command that asks for
+names that no layer has. Rounds go through the counts by turns.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ def entries(name: str) -> Entries:
 
 
 async def one(provider: ApptainerProvider, image: str) -> dict[str, float]:
-    """Seconds of one image: to stage it, to start a sandbox and run a command in it, and to look names up."""
+    """Seconds of one image: to stage it, to start two sandboxes, each to its first command, and to look names up."""
     began = time.perf_counter()
     await provider.stage(image)
-    staged = time.perf_counter()
-    async with await provider.start(SandboxSpec(image)) as sandbox:
-        assert (await sandbox.exec(["/bin/true"])).exit_code == 0
-        ready = time.perf_counter()
-        assert (await sandbox.exec(_LOOKUP)).exit_code == 0
-        looked = time.perf_counter()
-    return {"stage": staged - began, "start": ready - staged, "lookup": looked - ready}
+    found = {"stage": time.perf_counter() - began}
+    for name in ("first", "clone"):
+        asked = time.perf_counter()
+        async with await provider.start(SandboxSpec(image)) as sandbox:
+            assert (await sandbox.exec(["/bin/true"])).exit_code == 0
+            ready = time.perf_counter()
+            assert (await sandbox.exec(_LOOKUP)).exit_code == 0
+            looked = time.perf_counter()
+        found |= {name: ready - asked, "lookup": looked - ready}
+    return found
 
 
 async def main(base: str, rounds: int) -> dict[str, dict[str, float]]:
@@ -60,7 +63,7 @@ async def main(base: str, rounds: int) -> dict[str, dict[str, float]]:
                         found[count].append(figures)
     return {
         name: {str(count): 1000 * statistics.median(each[name] for each in found[count]) for count in COUNTS}
-        for name in ("stage", "start", "lookup")
+        for name in ("stage", "first", "clone", "lookup")
     }
 
 
@@ -70,5 +73,5 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     figures = asyncio.run(main(os.path.abspath(arguments.base), arguments.rounds))
-    ratio = figures["start"]["60"] / figures["start"]["1"]
-    print(json.dumps({"ms": figures, "start over 60 layers to over 1": ratio, "goal": GOAL, "met": ratio <= GOAL}))
+    ratios = {name: figures[name]["60"] / figures[name]["1"] for name in ("first", "clone")}
+    print(json.dumps({"ms": figures, "over 60 layers to over 1": ratios, "goal": GOAL}, indent=1))

@@ -23,7 +23,8 @@ from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.making import Making
-    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
+    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 
@@ -144,8 +145,9 @@ def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Wher
 
 def _open_images(draft: Draft, base: Path, where: Where) -> None:
     from megaflow_hpc.environments.builds.builder import Builder
+    from megaflow_hpc.environments.images.mapping import ImageMapping
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+    from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
 
     environment = draft.config.environment

@@ -14,7 +14,8 @@ from megaflow_hpc.cli.progress import ImageProgress
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.image_batch import Recipe
     from megaflow_hpc.environments.builds.builder import BuildNetwork
-    from megaflow_hpc.environments.images.resolve import ImageRequest, Images
+    from megaflow_hpc.environments.images.mapping import ImageRequest
+    from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.errors import MegaflowError
 
 
@@ -101,7 +102,7 @@ def build(arguments: argparse.Namespace) -> int:
         raise ConfigError("images build: --detach, --jobs and --sbatch are of builds by jobs; add --slurm")
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
-    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 
     images = open_images(arguments)
     campaigns, dockerfiles, others = _kinds(arguments.source)
@@ -136,7 +137,7 @@ def _kinds(sources: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
     """The images of Dockerfiles; says what of these is left out."""
-    from megaflow_hpc.environments.images.resolve import ImageRequest
+    from megaflow_hpc.environments.images.mapping import ImageRequest
 
     requests = []
     for source in dockerfiles:
@@ -151,7 +152,7 @@ def _forecast(arguments: argparse.Namespace) -> int:
     """Says what a build would take; makes nothing."""
     from megaflow_hpc.environments.builds.forecast import Forecaster
     from megaflow_hpc.environments.images.cache.cache import ImageCache
-    from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
     images = open_images(arguments)

@@ -160,8 +160,9 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
     from megaflow_hpc.environments.builds.builder import Builder
+    from megaflow_hpc.environments.images.mapping import ImageMapping
     from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+    from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -232,7 +233,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 
 def _image_beside(task: Path, name: str) -> str:
-    from megaflow_hpc.environments.images.resolve import match_name
+    from megaflow_hpc.environments.images.mapping import match_name
 
     return str(match_name(name, {"*": f"{task.parent.parent / 'images'}/*.sif"}))
 

@@ -18,8 +18,9 @@ from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, Workdir
 from megaflow_hpc.environments.images.image_file import ImageFiles
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
+from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.pull import look
-from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images, is_built, match_name
+from megaflow_hpc.environments.images.resolve import Images, is_built
 
 _HEADERS = 128
 """Bytes of a small archive beside its files, compressed."""
@@ -127,7 +128,7 @@ class Forecaster:
                 if isinstance(step, Env):
                     exports.append(step.text)
                     continue
-                step = absolute(step, image.workdir or "/")
+                step = absolute(step, image.workdir or "/", image.user)
                 key = step_key(dockerfile, images, self._network, image, step, exports)
                 made = self._images.store.layers.step(key)
                 layer = made[0] if made else self._made(dockerfile, step, key)

@@ -11,7 +11,8 @@ import os
 import posixpath
 import re
 import stat
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.layers.listing import Listing
@@ -40,6 +41,8 @@ class Placement:
     """Without ``--chown``, the owners that the items have; else root's."""
     replaces: bool = False
     """An archive's entries take the place of whatever is there."""
+    known: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    """Device and inode of an item → mode, uid and gid as its archive has them, which ``--chmod`` does not change."""
 
 
 class Placer:
@@ -92,8 +95,8 @@ class Placer:
         if top and known is not None:
             self._lead_to(target, attributes)
         elif target:
-            mode = attributes.mode if how.mode or not top else 0o755
-            self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes))
+            mode = attributes.mode if (how.mode and not _archived(found, how)) or not top else 0o755
+            self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes, found))
             self._add(target, Entry(stat.S_IFDIR, replace(attributes, mode=mode)))
         with os.scandir(directory) as entries:
             inside = sorted(entries, key=lambda entry: entry.name)
@@ -114,7 +117,7 @@ class Placer:
         known = self._view.entry(target)
         if known is not None and known.is_directory and not (how.replaces and not self._view.names(target)):
             raise ConfigError(f"{target}: a file cannot be copied over a directory")
-        self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes))
+        self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes, found))
         if stat.S_ISLNK(found.st_mode):
             self._add(target, Entry(stat.S_IFLNK, attributes, os.readlink(name, dir_fd=parent)))
         elif stat.S_ISREG(found.st_mode):
@@ -130,16 +133,20 @@ class Placer:
 
     def _attributes(self, found: os.stat_result, how: Placement) -> Attributes:
         known = attributes_of(found)
+        if archived := _archived(found, how):
+            uid, gid = how.owner or archived[1:]
+            return Attributes(archived[0], uid, gid, known.mtime)
         uid, gid = how.owner or ((known.uid, known.gid) if how.own_owner else (0, 0))
         mode = known.mode
         if how.mode and not stat.S_ISLNK(found.st_mode):
             mode = Mode(how.mode).of(mode, is_directory=stat.S_ISDIR(found.st_mode))
         return Attributes(mode, uid, gid, known.mtime)
 
-    def _parent_attributes(self, how: Placement, item: Attributes) -> Attributes:
+    def _parent_attributes(self, how: Placement, item: Attributes, found: os.stat_result) -> Attributes:
         """Of a directory that has to be made; the time is the item's, so that the same copy gives the same layer."""
         uid, gid = how.owner or (0, 0)
-        return Attributes(Mode(how.mode).of_parents if how.mode else 0o755, uid, gid, item.mtime)
+        mode = Mode(how.mode).of_parents if how.mode and not _archived(found, how) else 0o755
+        return Attributes(mode, uid, gid, item.mtime)
 
     def _lead_to(self, path: str, missing: Attributes) -> None:
         """Adds a directory and those that lead to it, with their own attributes or those of ``missing``."""
@@ -160,6 +167,10 @@ class Placer:
             self._packer.directory(path, entry.attributes)
         else:
             self._packer.link(path, entry.target, entry.attributes)
+
+
+def _archived(found: os.stat_result, how: Placement) -> tuple[int, int, int] | None:
+    return how.known.get((found.st_dev, found.st_ino))
 
 
 def _order(name: str) -> tuple[int, str]:

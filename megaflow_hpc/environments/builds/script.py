@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from megaflow_hpc.environments.builds.accounts import Account
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Mount, Run
+from megaflow_hpc.environments.sandbox import helper_python
 
 STEPS_DIR = "/.megaflow-build"
-"""Where the sandbox sees, read-only, what its copies put in place: ``<number>/<i>/item``."""
+"""Where the sandbox sees, read-only, what its copies put in place: ``<number>/<i>/item``; and :data:`PYTHON`."""
+PYTHON = helper_python.NAME
 
 _PROLOGUE = """\
 set -e
@@ -59,14 +61,33 @@ place() { # directory of items, target, into|as, owner, mode
 """As Docker copies: of a directory its contents; a file under its own name where the target is a directory."""
 
 _AS_USER = """\
-as_user() { # uid, gid, further groups, name, text for the shell
-  further=--clear-groups
-  if [ -n "$3" ]; then further="--groups $3"; fi
-  become="$(tools command -v setpriv) --reuid $1 --regid $2 $further" # busybox has one that cannot
+as_user() { # uid, gid, all groups, name, text for the shell
+  become="$(tools command -v setpriv) --reuid $1 --regid $2 --groups $3" # busybox has one that cannot
   if $become /bin/sh -c : 2>/dev/null; then exec $become /bin/sh -c "$5"; fi
+  python=%(python)s
+  if [ -d $python ]; then
+    set -- "$1" "$2" "$3" "$5" "${PYTHONHOME+PYTHONHOME=$PYTHONHOME}" "${PYTHONPATH+PYTHONPATH=$PYTHONPATH}"
+    set -- --library-path $python/libraries $python/python -s -S -B -c %(program)s "$@"
+    export PYTHONHOME=$python PYTHONPATH=
+    exec $python/loader "$@"
+  fi
+  if [ -z "$4" ]; then echo "USER: a number or a group needs setpriv in the image" >&2; exit 1; fi
   exec "$(tools command -v su)" -s /bin/sh "$4" -c "$5"
 }
 """
+
+_BECOME = """
+import os, sys
+uid, gid, groups, text, *variables = sys.argv[1:]
+os.setgroups([int(group) for group in groups.split(",")])
+os.setgid(int(gid))
+os.setuid(int(uid))
+for name in ("PYTHONHOME", "PYTHONPATH"):
+    os.environ.pop(name, None)
+os.environ.update(entry.split("=", 1) for entry in variables if entry)
+os.execv("/bin/sh", ["/bin/sh", "-c", text])
+"""
+"""Becomes a user where the image has no program for that, run by a Python that the sandbox is given."""
 
 _COVER = """\
 cover() { # target; sets aside what is there, and prints the topmost of what has to be made for it
@@ -95,7 +116,8 @@ def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int], who: Acc
         numbers: for each of its mounts the directory of its items in :data:`STEPS_DIR`; 0 for one that has none.
     """
     lines = [_PROLOGUE + (_PLACE + _COVER if step.mounts else "")]
-    lines += [_AS_USER] if who.uid or who.gid else []
+    switch = {"python": f"{STEPS_DIR}/{PYTHON}", "program": shlex.quote(_BECOME)}
+    lines += [_AS_USER % switch] if who.uid or who.gid else []
     # Users other than root need a place for their files, which a base may keep for its owner.
     lines += ["tools mkdir -p /tmp /var/tmp && tools chmod 1777 /tmp /var/tmp"] if room else []
     # PATH and the like are the image's from here on; what this script itself needs it finds by `tools`.
@@ -109,8 +131,9 @@ def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int], who: Acc
     lines += [f"export HOME={shlex.quote(who.home)}"] if home else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in step.exports.items()]
     command = "exec " + " ".join(map(shlex.quote, step.argv))
-    name = (step.user or "").partition(":")[0]
-    words = (str(who.uid), str(who.gid), ",".join(map(str, who.groups)), name, command)
+    name = "" if ":" in (step.user or "") or (step.user or "").isdecimal() else step.user or ""
+    groups = ",".join(map(str, dict.fromkeys((who.gid, *who.groups))))
+    words = (str(who.uid), str(who.gid), groups, name, command)
     lines += ["as_user " + " ".join(map(shlex.quote, words)) if who.uid or who.gid else command]
     lines += [")"] if step.mounts else []
     for index, mount in reversed(list(enumerate(step.mounts))):
@@ -122,7 +145,8 @@ def _mount(mount: Mount, index: int, number: int) -> list[str]:
     target = shlex.quote(mount.target)
     lines = [f'megaflow_made_{index}="$(cover {target})"']
     lines += [_place(mount.copy, number) if mount.copy else f"tools mkdir -p {target}"]
-    return lines + ([f"tools chown {shlex.quote(mount.owner)} {target}"] if mount.owner else [])
+    lines += [f"tools chown {shlex.quote(mount.owner)} {target}"] if mount.owner else []
+    return lines + ([f"tools chmod {mount.mode} {target}"] if mount.mode else [])
 
 
 def _place(step: Copy, number: int) -> str:

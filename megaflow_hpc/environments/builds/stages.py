@@ -22,6 +22,7 @@ from megaflow_hpc.environments.builds.listings import Listings
 from megaflow_hpc.environments.builds.placing import Mode, Placement, Placer
 from megaflow_hpc.environments.builds.script import run_text
 from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.images.dockerfile.archive import Known
 from megaflow_hpc.environments.images.dockerfile.context import lay_out
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, Run, Stage, Step, Workdir
@@ -35,7 +36,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import Refused
 
-KEY_VERSION = "megaflow-step-1"
+KEY_VERSION = "megaflow-step-2"
 KEY_LENGTH = 40
 SETTINGS = ".singularity.d/env/92-megaflow.sh"
 """Where Apptainer reads an image's variables, after those that its base sets (90-environment.sh)."""
@@ -86,7 +87,7 @@ class StageBuilds:
         workdir = (
             posixpath.normpath(posixpath.join(image.workdir or "/", last.workdir)) if last.workdir else image.workdir
         )
-        image = replace(image, settings=image.settings + settings, workdir=workdir)
+        image = replace(image, settings=image.settings + settings, workdir=workdir, user=last.user or image.user)
         return image.over([await self._settings_layer(image)]) if settings else image
 
     async def _stage(self, stage: Stage) -> LayeredImage:
@@ -97,7 +98,7 @@ class StageBuilds:
                 exports.append(step.text)
                 continue
             try:
-                layer = await self._step(image, absolute(step, image.workdir or "/"), exports)
+                layer = await self._step(image, absolute(step, image.workdir or "/", image.user), exports)
             except (ConfigError, OSError, Refused) as error:
                 raise ConfigError(f"{self._dockerfile.path}:{step.line}: {error}") from error
             image = image.over([layer] if layer else [])
@@ -110,6 +111,8 @@ class StageBuilds:
 
         async def make(file: Path) -> LayerFacts:
             self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
+            for note in differences(step):
+                self._say(f"{self._dockerfile.path}:{step.line}: other than in Docker: {note}")
             if isinstance(step, Run):
                 return await self._run(image, step, exports, file)
             if isinstance(step, Copy):
@@ -188,8 +191,8 @@ class StageBuilds:
             text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
             await self._carry_out(sandbox, step.line, text)
             facts = await self._workshop.layer_of(sandbox, file)
-        for laid in os.listdir(self._workshop.items):
-            await asyncio.to_thread(remove_tree, self._workshop.items / laid)
+        for number in filter(None, numbers):
+            await asyncio.to_thread(remove_tree, self._workshop.items / str(number))
         return facts
 
     async def _carry_out(self, sandbox: ApptainerSandbox, line: int, text: str) -> None:
@@ -219,6 +222,17 @@ class StageBuilds:
         layer = await self._once(key, "settings", make)
         assert layer is not None
         return layer
+
+
+def differences(step: Copy | Run | Workdir) -> list[str]:
+    """Returns what a step that is made finds otherwise than in Docker, where it may matter to what it makes."""
+    mounts = step.mounts if isinstance(step, Run) else []
+    said = []
+    if any(mount.kind == "cache" for mount in mounts):
+        said.append("a cache mount is empty in every step")
+    if any(mount.kind == "bind" and not mount.writable for mount in mounts):
+        said.append("a bind mount is a copy; what is written to it is lost, and does not fail")
+    return said
 
 
 def step_key(
@@ -259,16 +273,16 @@ def identity(image: LayeredImage) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def absolute(step: Copy | Run | Workdir, home: str) -> Copy | Run | Workdir:
-    """The step with its relative paths from the base image's own directory."""
+def absolute(step: Copy | Run | Workdir, home: str, user: str) -> Copy | Run | Workdir:
+    """The step with its relative paths from the base image's own directory, and its user where none was named."""
     if isinstance(step, Workdir):
-        return replace(step, path=posixpath.join(home, step.path))
+        return replace(step, path=posixpath.join(home, step.path), user=step.user or user or None)
     if isinstance(step, Copy):
         return replace(step, target=posixpath.join(home, step.target))
     mounts = [replace(mount, target=posixpath.join(home, mount.target)) for mount in step.mounts]
     copies = [mount.copy and replace(mount.copy, target=mount.target) for mount in mounts]
     mounts = [replace(mount, copy=copy) for mount, copy in zip(mounts, copies, strict=True)]
-    return replace(step, workdir=posixpath.join(home, step.workdir), mounts=mounts)
+    return replace(step, workdir=posixpath.join(home, step.workdir), mounts=mounts, user=step.user or user or None)
 
 
 def _title(step: Step) -> str:
@@ -282,19 +296,21 @@ def _title(step: Step) -> str:
 
 def _placed(dockerfile: Dockerfile, step: Copy, items: Path, how: Placement, view: Any, file: Path) -> LayerFacts:
     try:
-        _lay_out(dockerfile, step, items)
+        known = _lay_out(dockerfile, step, items)
         with Packer(file) as packer:
-            Placer(packer, view).place(items, how)
+            Placer(packer, view).place(items, replace(how, known=known))
     finally:
         remove_tree(items)
     return packer.facts()
 
 
-def _lay_out(dockerfile: Dockerfile, copy: Copy, place: Path) -> None:
+def _lay_out(dockerfile: Dockerfile, copy: Copy, place: Path) -> Known:
     place.mkdir()
-    lay_out(dockerfile.context, copy.sources, place, extract=copy.extract, parents=copy.parents, exclude=copy.exclude)
+    sources, context = copy.sources, dockerfile.context
+    known = lay_out(context, sources, place, extract=copy.extract, parents=copy.parents, exclude=copy.exclude)
     for number, (name, content) in enumerate(copy.texts.items()):
         target = place / f"text{number}" / (name if copy.into else os.path.basename(copy.target) or name)
         target.parent.mkdir()
         target.write_text(content, encoding="utf-8", errors="surrogateescape")
         target.chmod(0o644)
+    return known

@@ -19,6 +19,7 @@ from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.unpacking import unpack
+from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -56,15 +57,17 @@ class Workshop:
         """Makes provider, namespace and directories, unless they are there."""
         if self._provider is not None:
             return
-        self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
-        self._work = self._provider.workplace()
+        provider = self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
+        self._work = provider.workplace()
         self._stack.push_async_callback(asyncio.to_thread, remove_tree, self._work)
         for name in ("items", "uppers"):
             (self._work / name).mkdir()
+        if not self.pretends and not helper_python.why_not():  # who is pretended must not really become another
+            await asyncio.to_thread(lambda: helper_python.lay(helper_python.kit(provider.scratch), self.items))
         self._hold: Hold = self._stack.enter_context(self._trees.holding())
         self.namespace: Sequence[str] = self._stack.enter_context(namespace())
-        scratch = str(self._provider.scratch)
-        self._copies = os.geteuid() == 0 or self._provider.images.writes == "copy" or not overlay.works(scratch)
+        scratch = str(provider.scratch)
+        self._copies = os.geteuid() == 0 or provider.images.writes == "copy" or not overlay.works(scratch)
         self._number = 0
 
     @property

@@ -11,19 +11,18 @@ A layer that another store has is not copied: where an image of one's own store 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import BinaryIO
 
 from megaflow_hpc.environments.images.layers.blob import LARGEST, LayerFacts, measure
-from megaflow_hpc.environments.images.notes import locked, read_note, workplace, write_note
+from megaflow_hpc.environments.images.notes import link_note, locked, read_note, workplace, write_note
 from megaflow_hpc.errors import SandboxError, SiteError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -107,23 +106,16 @@ class LayerStore:
         Raises:
             SiteError: it is not, or is no layer; nothing is left.
         """
-        with workplace(self.root / "work", "take", secrets.token_hex(4)) as place:
-            file, found, size = place / "layer", hashlib.sha256(), 0
+        with workplace(self.root / "work", "take") as place:
+            file = place / "layer"
             with open(file, "wb") as writer:
-                for piece in pieces:
-                    size += len(piece)
-                    if size > LARGEST:
-                        raise SiteError(f"{digest}: more than {LARGEST} bytes in one layer")
-                    found.update(piece)
-                    writer.write(piece)
+                try:
+                    facts = measure(_Kept(pieces, writer), digest)  # type: ignore[arg-type]
+                except SandboxError as error:
+                    raise SiteError(str(error)) from error
                 writer.flush()
                 os.fsync(writer.fileno())
-            if found.hexdigest() != digest:
-                raise SiteError(f"{digest}: what came has the digest {found.hexdigest()}; fetch it again")
-            try:
-                return self.add(file, measure(file))
-            except SandboxError as error:
-                raise SiteError(f"{digest}: {str(error).partition(': ')[2]}") from error
+            return self.add(file, facts)
 
     def note_step(self, key: str, layer: LayerFacts | None, source: str) -> None:
         """Records which layer a step made; ``None``: it changed nothing."""
@@ -134,10 +126,7 @@ class LayerStore:
         path = self.path(digest)
         own = self.root / "layers" / digest
         if path != own:
-            link = self.root / "work" / f"link{secrets.token_hex(8)}"
-            os.symlink(path, link)
-            write_note(own.with_name(f"{digest}.json"), read_note(path.with_name(f"{digest}.json")) or {})
-            os.rename(link, own)
+            link_note(own, path)
 
     def remove(self, digest: str) -> int:
         """Takes a layer out of the store that is written to; returns the bytes that were freed."""
@@ -170,3 +159,21 @@ class LayerStore:
                 path.unlink(missing_ok=True)
                 count += 1
         return count
+
+
+class _Kept:
+    """Pieces of a blob to be read one after the other, each written down as it is."""
+
+    def __init__(self, pieces: Iterable[bytes], writer: BinaryIO) -> None:
+        self._pieces = filter(None, pieces)
+        self._writer = writer
+        self._left = LARGEST
+
+    def read(self, size: int) -> bytes:
+        """Returns the next piece, however long; nothing at the end."""
+        piece = next(self._pieces, b"")
+        self._left -= len(piece)
+        if self._left < 0:
+            raise SiteError(f"more than {LARGEST} bytes in one layer")
+        self._writer.write(piece)
+        return piece

@@ -5,7 +5,7 @@
     {"format": "megaflow-hpc/image", "format_version": 1,
      "base": {"digest": "<of a SIF of the store>"} | {"path": …, "bytes": …, "mtime_ns": …} | null,
      "layers": [{"digest": …, "bytes": …, "unpacked_bytes": …, "inodes": …}, …],      bottom first
-     "settings": "export PATH=…\n", "workdir": "/app"}
+     "settings": "export PATH=…\n", "workdir": "/app", "user": "agent"}
 
 The digest in its name is that of the document, and the document names its layers by theirs: so it stands for all
 content. A base that is in no store, a SIF or a directory that a campaign maps, is known by path, size and time of
@@ -77,6 +77,8 @@ class LayeredImage:
     settings: str = ""
     """Lines of shell that set the image's variables, after those of its base."""
     workdir: str | None = None
+    user: str = ""
+    """Whom steps of a Dockerfile run as that starts from it; sandboxes say so themselves. Empty: root."""
 
     def __post_init__(self) -> None:
         last = {layer.digest: number for number, layer in enumerate(self.layers)}
@@ -98,6 +100,7 @@ class LayeredImage:
             "settings": self.settings,
             "workdir": self.workdir,
         }
+        content |= {"user": self.user} if self.user else {}
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
     @property
@@ -129,7 +132,7 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
         elif base is not None:
             base = Base(str(base["path"]), "", int(base["bytes"]), int(base["mtime_ns"]))
         layers = tuple(LayerFacts(**layer) for layer in content["layers"])
-        image = LayeredImage(base, layers, str(content["settings"]), content["workdir"])
+        image = LayeredImage(base, layers, str(content["settings"]), content["workdir"], str(content.get("user", "")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SandboxError(
             f"{os.fspath(path)}: cannot be read as an image ({error}); build or pull it again"

@@ -1,4 +1,8 @@
-"""Files of a store that several write at once: notes that appear whole, locks, and the work of builders that live."""
+"""Files of a store that several write at once: notes and links that appear whole, locks, and the work of builders.
+
+What is not at its place yet lies in the store's ``work``, and bears the name of its host and process: what a killed one
+leaves there :func:`sweep` removes.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,33 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.atomic import to_json, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
 STALE_S = 7 * 86400.0
-"""A builder's directory that another host left is rubbish after so long."""
+"""What a builder of another host left is rubbish after so long."""
 
 
 def write_note(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file that everybody who reaches it may read."""
-    write_json(path, value, 0o444)
-    path.chmod(0o444)  # whatever the umask: the directory decides who reads
+    """Writes ``STORE/<room>/<name>.json``, which everybody who reaches it may read: the directory decides who does."""
+    write_atomic(path, to_json(value), 0o444, temporary=_own(path.parents[1] / "work", "note"))
+
+
+def link_note(path: Path, target: Path) -> None:
+    """Makes ``STORE/<room>/<name>`` a link to what another store has, with its note."""
+    link = _own(path.parents[1] / "work", "link")
+    os.symlink(target, link)
+    write_note(path.with_suffix(".json"), read_note(target.with_suffix(".json")) or {})
+    os.rename(link, path)
 
 
 def read_note(path: Path) -> Mapping[str, Any] | None:
@@ -37,33 +49,38 @@ def read_note(path: Path) -> Mapping[str, Any] | None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file. Where the file system has no locks nobody waits: work may be done twice, nothing breaks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds a lock file, and removes it. Where the file system has no locks nobody waits: work may be done twice,
+    nothing breaks.
+
+    Raises:
+        BlockingIOError: another has it, with ``wait`` false.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                break  # else who had it before has removed it
+        except FileNotFoundError:
             pass
+        except BlockingIOError:
+            os.close(descriptor)
+            raise
+        except OSError:
+            break
+        os.close(descriptor)
+    try:
         yield
     finally:
+        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextmanager
-def workplace(work: Path, key: str, own: str = "") -> Iterator[Path]:
-    """Makes a directory ``<key><own>.<host>-<pid>-<start>`` below ``work``, and removes it at the end.
-
-    What earlier builders of the same key left is removed too, where they are gone.
-
-    Args:
-        own: Tells this one from others of the key in this process.
-    """
-    for left in work.glob(f"{key}*.*/" if own else f"{key}.*/"):
-        if abandoned(left):
-            remove_tree(left)
-    path = work / f"{key}{own}.{socket.gethostname()}-{Identity.of(os.getpid())}"
-    remove_tree(path)
+def workplace(work: Path, kind: str) -> Iterator[Path]:
+    """Makes a directory below ``work``, and removes it at the end."""
+    path = _own(work, kind)
     path.mkdir(mode=0o700)
     try:
         yield path
@@ -71,14 +88,28 @@ def workplace(work: Path, key: str, own: str = "") -> Iterator[Path]:
         remove_tree(path)
 
 
+def _own(work: Path, kind: str) -> Path:
+    return work / f"{kind}{secrets.token_hex(8)}.{socket.gethostname()}-{Identity.of(os.getpid())}"
+
+
+def sweep(work: Path) -> None:
+    """Removes what killed processes have left in ``work``."""
+    for path in work.iterdir():
+        if path.suffix == ".lock":
+            with suppress(BlockingIOError), locked(path, wait=False):
+                pass
+        elif abandoned(path):
+            remove_tree(path)
+
+
 def abandoned(path: Path) -> bool:
-    """Whether the builder whose directory this is is gone; another host's is believed for a week."""
+    """Whether the builder whose file or directory this is is gone; another host's is believed for a week."""
     name = re.fullmatch(r"[^.]+\.(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
     if name is None:
         return False
     if name["host"] == socket.gethostname():
         return not Identity(int(name["pid"]), int(name["start"])).alive()
     try:
-        return time.time() - path.stat().st_mtime > STALE_S
+        return time.time() - path.lstat().st_mtime > STALE_S
     except OSError:
         return False

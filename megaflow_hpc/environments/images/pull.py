@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megaflow_hpc.environments.images.apptainer_build import build
+from megaflow_hpc.environments.images.apptainer_build import SIF_OPTIONS, build
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.notes import locked
@@ -22,7 +22,6 @@ from megaflow_hpc.environments.images.registry.image import RemoteImage, describ
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
-SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 SPARE = 1 << 30
 """Bytes that a pull leaves free."""
 EVERY_S = 2.0
@@ -100,7 +99,8 @@ def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
         if found.inodes:  # instructions of Dockerfiles that change no file may leave a layer all the same
             facts.append(found)
     workdir = image.workdir if image.workdir.startswith("/") and "\0" not in image.workdir else None
-    return LayeredImage(None, tuple(facts), exports(image.env), workdir)
+    user = "" if image.user in ("root", "0") else image.user
+    return LayeredImage(None, tuple(facts), exports(image.env), workdir, user)
 
 
 def exports(env: Sequence[str]) -> str:

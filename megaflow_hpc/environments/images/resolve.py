@@ -2,38 +2,29 @@
 
 The key of an image is a hash of what goes into it: a definition file and the files it copies, an address, or a
 Dockerfile with what it copies and its bases. A mapping that names a SIF file or a directory is used where it lies.
-
-What a task or a Dockerfile says is a name and nothing else: only the mapping makes an address or a path of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megaflow_hpc.environments.images.apptainer_build import build
+from megaflow_hpc.environments.images.apptainer_build import build_definition, definition_digest, identity
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.making import Making, Watch, make_all
-from megaflow_hpc.environments.images.pull import SIF_OPTIONS, pull
+from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
+from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
-from megaflow_hpc.environments.images.store import ImageStore, digest_in
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
-from megaflow_hpc.host.apptainer import find_apptainer
-
-BUILD_OPTIONS = ("--fakeroot", *SIF_OPTIONS)
-"""Fast compression: an image is packed once and unpacked on every node; readable by every squashfs there is."""
-
-BUILD_S = 3600.0
-"""Longest build of a Dockerfile that states no time."""
 
 MOST_BUILD_S = 6 * 3600.0
 """Longest build, whatever a task states."""
@@ -45,33 +36,6 @@ _NOT_BUILT = "not-built-"
 def is_built(path: Path) -> bool:
     """Whether a path that was resolved without building is an image's; else it stands for one that is to be made."""
     return not path.name.startswith(_NOT_BUILT)
-
-
-@dataclass(frozen=True)
-class ImageRequest:
-    """An image that a task wants."""
-
-    name: str
-    """As the task names it."""
-    base: str = ""
-    """Image name that is mapped instead, and its Dockerfile starts from; empty: ``name`` itself."""
-    dockerfile: Path | None = None
-    """To be built onto ``base``."""
-    timeout_s: float = BUILD_S
-    """Longest build."""
-    path: str = ""
-    """The task's directory or file, for messages."""
-
-
-@dataclass(frozen=True)
-class ImageMapping:
-    """Image names of tasks → sources, as in ``environment.images`` of a campaign."""
-
-    names: Mapping[str, str]
-    base_dir: Path
-    """Directory that relative paths are relative to."""
-    where: str = "environment.images"
-    """The mapping as messages call it."""
 
 
 class DockerfileBuilder(Protocol):
@@ -99,39 +63,6 @@ class DockerfileBuilder(Protocol):
 
     def stop(self) -> None:
         """Ends the builds under way, in whatever threads; the builder builds nothing more."""
-
-
-def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
-    """What ``mapping`` gives for an image name: its own entry, else that of the longest pattern.
-
-    A pattern has one ``*``, which stands for any text; in what it is mapped to, ``*`` is that text again:
-    ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``. The text comes from
-    a task: in a path it may name nothing beside or above what the pattern leads to, and no variable.
-
-    Raises:
-        ConfigError: it would.
-    """
-    if name in mapping:
-        return _path(mapping[name])
-    for pattern in sorted((key for key in mapping if key.count("*") == 1), key=len, reverse=True):
-        head, tail = pattern.split("*")
-        if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
-            text, source = name[len(head) : len(name) - len(tail)], mapping[pattern]
-            if "*" in source and not is_remote(source) and not _FILE_NAME.fullmatch(text):
-                raise ConfigError(
-                    f"image {name!r}: {text!r} in {source!r}, which {pattern!r} is mapped to, leads elsewhere; map "
-                    "this name by itself"
-                )
-            return _path(source).replace("*", text)
-    return None
-
-
-_FILE_NAME = re.compile(r"(?!~)(?!.*(^|/)\.{0,2}(/|$))[^\0$]+", re.DOTALL)
-"""A relative path without ``..`` or a variable."""
-
-
-def _path(source: str) -> str:
-    return source if is_remote(source) else os.path.expanduser(os.path.expandvars(source))
 
 
 class Images:
@@ -288,7 +219,7 @@ class Images:
     ) -> Path:
         """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
-        key = context_digest(dockerfile, "\0".join(_identity(path) for path in bases.values()))
+        key = context_digest(dockerfile, "\0".join(identity(path) for path in bases.values()))
 
         def make(target: Path) -> LayeredImage:
             if self.builder is None:
@@ -330,12 +261,12 @@ class Images:
                 "file, a directory or a docker:// address"
             )
         if is_remote(source):
-            if not self.store.find(source_key(source)):
-                self._check(source, where, name)
             return self._made(
                 source_key(source),
                 source,
                 lambda target: pull(self.registries, source, target, self.store.layers, self.say, self._stopped),
+                lambda: self.registries.check(source),
+                where if name == source else f"{where}: {name}",
                 build=build,
             )
         path = Path(mapping.base_dir, source).absolute()
@@ -348,25 +279,34 @@ class Images:
             )
         if path.suffix != ".def":
             return path
-        key = definition_digest(path)
-        if not self.store.find(key[:KEY_LENGTH]):
-            try:
-                self.registries.check_definition(path)
-            except SiteError as error:
-                raise SiteError(f"{where}: {name}: {error}") from None
-        return self._made(key, str(path), lambda target: _build_definition(target, path, self._stopped), build=build)
+        return self._made(
+            definition_digest(path),
+            str(path),
+            lambda target: build_definition(target, path, self._stopped),
+            lambda: self.registries.check_definition(path),
+            f"{where}: {name}",
+            build=build,
+        )
 
-    def _check(self, source: str, where: str, name: str) -> None:
-        try:
-            self.registries.check(source)
-        except SiteError as error:
-            asked = "" if name == source else f"{name}: "
-            raise SiteError(f"{where}: {asked}{error}") from None
-
-    def _made(self, key: str, source: str, make: Callable[[Path], LayeredImage | None], *, build: bool) -> Path:
-        """The image of ``key``, made if it is missing; with ``build`` false a file that is not there yet is named."""
+    def _made(
+        self,
+        key: str,
+        source: str,
+        make: Callable[[Path], LayeredImage | None],
+        check: Callable[[], None] = lambda: None,
+        where: str = "",
+        *,
+        build: bool,
+    ) -> Path:
+        """The image of ``key``, made if it is missing, which ``check`` may forbid, as is said with ``where``; with
+        ``build`` false a file that is not there yet is named."""
         key = key[:KEY_LENGTH]
         found = self.store.find(key)
+        if found is None:
+            try:
+                check()
+            except SiteError as error:
+                raise SiteError(f"{where}: {error}") from None
         if found is None and build:
             found = self.store.make(key, source, make)
             if not is_layered(found):
@@ -379,42 +319,3 @@ class Images:
 def source_key(source: str) -> str:
     """The key of what an address gives, wherever it is fetched from."""
     return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
-
-
-def definition_digest(path: Path) -> str:
-    """SHA-256 of a definition file, of the local image it starts from and of the files it copies in."""
-    text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    digest = hashlib.sha256(b"definition\0" + text.encode("utf-8", "surrogateescape"))
-    local = re.search(
-        r"^\s*Bootstrap:\s*(localimage|oci-archive|docker-archive)\s*$", text, re.IGNORECASE | re.MULTILINE
-    )
-    start = re.search(r"^\s*From:\s*(\S+)", text, re.IGNORECASE | re.MULTILINE)
-    if local and start:
-        digest.update(_identity(path.parent / start[1]).encode())
-    section = ""
-    for line in text.splitlines():
-        if line.startswith("%"):
-            section = line.split()[0]
-        elif section == "%files" and line.strip() and not line.lstrip().startswith("#"):
-            source = path.parent / line.split()[0]
-            for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
-                if file.is_file():
-                    digest.update(
-                        f"\0{file.relative_to(path.parent) if file.is_relative_to(path.parent) else file}\0".encode()
-                    )
-                    digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _identity(path: Path) -> str:
-    """What stands for a base image in a key: the digest in its name, else path, size and time of change."""
-    try:
-        found = path.stat()
-    except OSError:
-        return path.name
-    return digest_in(path) or f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}"
-
-
-def _build_definition(target: Path, definition: Path, stopped: threading.Event) -> None:
-    # Relative paths in a definition are relative to it.
-    build(find_apptainer(), target, str(definition), *BUILD_OPTIONS, cwd=definition.parent, stopped=stopped)

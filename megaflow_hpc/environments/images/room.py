@@ -1,4 +1,5 @@
-"""How much a user may still write to a directory: what the file system has free, and what quotas leave.
+"""How much a user may still write to a directory: what the file system has free, and what quotas leave; and so where
+stores of images lie.
 
 ``quota`` (NFS, XFS, ext4) and ``lfs quota`` (Lustre) are asked where they are; each has :data:`ASK_S` seconds, and one
 that fails, or prints what nobody understands, limits nothing.
@@ -12,12 +13,28 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaflow_hpc.errors import SiteError
+
 ASK_S = 5.0
 _KIB = 1024
+
+VARIABLE = "MEGAFLOW_IMAGE_STORE"
+"""Directories, separated by colons; the first is the one written to."""
+
+PLACES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
+"""Variables by which sites name directories for large files that every node sees."""
+ROOMY_BYTES, ROOMY_INODES = 20e9, 50_000
+"""Free at a place for a store to be begun there."""
+LEAST_BYTES, LEAST_INODES = 1e9, 1000
+"""Below this no image is made: it would fail half-way, or leave nothing for other files."""
+LOOK_S = 60.0
+"""How long a store that had room is not looked at again: quotas cost a program each."""
+_roomy_until: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
@@ -97,3 +114,66 @@ def mount_of(place: Path) -> tuple[str, str]:
             kind, device = after.split()[:2]
             best, found = point, (device, kind)
     return found
+
+
+def default_stores(named: str | None = None) -> list[Path]:
+    """Returns the directories of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else the first place with room.
+
+    Places are those that sites name for large files (:data:`PLACES`), where the user may write and there is room, and
+    the home directory last: its quota is small mostly. A store that is there already is used on, and one in the home
+    directory is read beside it.
+
+    Args:
+        named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
+    """
+    parts = (os.environ.get(VARIABLE) or named or "").split(":")
+    if given := [Path(os.path.expanduser(os.path.expandvars(part))) for part in parts if part]:
+        return given
+    home = Path.home() / ".megaflow-hpc" / "images"
+    large = [
+        Path(os.environ[name]) / f"megaflow-hpc-{os.getuid()}" / "images" for name in PLACES if os.environ.get(name)
+    ]
+    first = next((path for path in large if path.is_dir()), None) or next(filter(_has_room, large), None)
+    if first is None:
+        return [home]
+    return [first, home] if home.is_dir() else [first]
+
+
+def _has_room(store: Path) -> bool:
+    place = store.parents[1]
+    if not place.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
+        return False
+    try:
+        found = room(place)
+    except OSError:
+        return False
+    return found.free_bytes >= ROOMY_BYTES and found.free_inodes >= ROOMY_INODES
+
+
+def check_room(store: Path) -> None:
+    """Refuses to make images where there is hardly any room.
+
+    Raises:
+        SiteError: names what is left, by what, and what to do.
+    """
+    if time.monotonic() < _roomy_until.get(store, 0.0):
+        return
+    found = room(store)
+    if found.free_bytes < LEAST_BYTES or found.free_inodes < LEAST_INODES:
+        left = f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files "
+        raise SiteError(
+            f"image store {store}: {left}({found.inodes_by}) are left there, less than {LEAST_BYTES / 1e6:.0f} MB and "
+            f"{LEAST_INODES} files; name a larger place that nodes see: {VARIABLE}=DIRECTORY, or "
+            "environment.image_store in the campaign or its site profile; megaflow-hpc images prune makes room"
+        )
+    _roomy_until[store] = time.monotonic() + LOOK_S
+
+
+def check_safe(root: Path) -> None:
+    """Refuses a store into which anybody may have put something; raises :class:`SiteError`."""
+    try:
+        mode = root.stat().st_mode
+    except OSError:
+        return
+    if mode & 0o002:
+        raise SiteError(f"{root}: everybody may write to this image store; chmod o-w {root}, or use another one")

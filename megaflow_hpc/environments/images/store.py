@@ -7,7 +7,7 @@
       sha256/<digest>.image                  one that is a base and layers (layered.py)
       layers/  steps/                        its layers, and which step made which (layer_store.py)
       names/<key>.json                       what was asked for, by its key → digest
-      work/<key>.lock  <key>.<host>-<pid>-<start>/     of who builds
+      work/<key>.lock  <kind>.<host>-<pid>-<start>     of who builds (notes.py)
 
 Everything appears by rename, whole. Who owns a store writes to it; for others it is read-only, and several stores are
 looked through in order: one's own, then the group's. A store keeps no state that a reader would have to change.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,23 +26,10 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
-from megaflow_hpc.environments.images.notes import abandoned, locked, read_note, workplace, write_note
-from megaflow_hpc.environments.images.room import room
+from megaflow_hpc.environments.images.notes import abandoned, link_note, locked, read_note, sweep, workplace, write_note
+from megaflow_hpc.environments.images.room import VARIABLE, check_room, check_safe, default_stores
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
-
-VARIABLE = "MEGAFLOW_IMAGE_STORE"
-"""Directories, separated by colons; the first is the one written to."""
-
-PLACES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
-"""Variables by which sites name directories for large files that every node sees."""
-ROOMY_BYTES, ROOMY_INODES = 20e9, 50_000
-"""Free at a place for a store to be begun there."""
-LEAST_BYTES, LEAST_INODES = 1e9, 1000
-"""Below this no image is made: it would fail half-way, or leave nothing for other files."""
-LOOK_S = 60.0
-"""How long a store that had room is not looked at again: quotas cost a program each."""
-_roomy_until: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
@@ -57,59 +43,6 @@ class StoredImage:
     inodes: int
     source: str
     created_at: float
-
-
-def default_stores(named: str | None = None) -> list[Path]:
-    """Returns the directories of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else the first place with room.
-
-    Places are those that sites name for large files (:data:`PLACES`), where the user may write and there is room, and
-    the home directory last: its quota is small mostly. A store that is there already is used on, and one in the home
-    directory is read beside it.
-
-    Args:
-        named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
-    """
-    parts = (os.environ.get(VARIABLE) or named or "").split(":")
-    if given := [Path(os.path.expanduser(os.path.expandvars(part))) for part in parts if part]:
-        return given
-    home = Path.home() / ".megaflow-hpc" / "images"
-    large = [
-        Path(os.environ[name]) / f"megaflow-hpc-{os.getuid()}" / "images" for name in PLACES if os.environ.get(name)
-    ]
-    first = next((path for path in large if path.is_dir()), None) or next(filter(_has_room, large), None)
-    if first is None:
-        return [home]
-    return [first, home] if home.is_dir() else [first]
-
-
-def _has_room(store: Path) -> bool:
-    place = store.parents[1]
-    if not place.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
-        return False
-    try:
-        found = room(place)
-    except OSError:
-        return False
-    return found.free_bytes >= ROOMY_BYTES and found.free_inodes >= ROOMY_INODES
-
-
-def check_room(store: Path) -> None:
-    """Refuses to make images where there is hardly any room.
-
-    Raises:
-        SiteError: names what is left, by what, and what to do.
-    """
-    if time.monotonic() < _roomy_until.get(store, 0.0):
-        return
-    found = room(store)
-    if found.free_bytes < LEAST_BYTES or found.free_inodes < LEAST_INODES:
-        left = f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files "
-        raise SiteError(
-            f"image store {store}: {left}({found.inodes_by}) are left there, less than {LEAST_BYTES / 1e6:.0f} MB and "
-            f"{LEAST_INODES} files; name a larger place that nodes see: {VARIABLE}=DIRECTORY, or "
-            "environment.image_store in the campaign or its site profile; megaflow-hpc images prune makes room"
-        )
-    _roomy_until[store] = time.monotonic() + LOOK_S
 
 
 def digest_of(path: str | os.PathLike[str]) -> str:
@@ -137,8 +70,9 @@ class ImageStore:
         self.roots = [Path(root).absolute()] if root else [path.absolute() for path in default_stores(named)]
         self.root = self.roots[0]
         for path in self.roots:
-            _check_safe(path)
+            check_safe(path)
         self.layers = LayerStore(self.roots)
+        self._swept = False
 
     @property
     def writable(self) -> bool:
@@ -232,7 +166,7 @@ class ImageStore:
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
         """Copies a SIF that exists into the store; ``digest`` is what its content must have."""
         self.prepare(str(file))
-        with workplace(self.root / "work", "add", secrets.token_hex(4)) as place:
+        with workplace(self.root / "work", "add") as place:
             target = place / "image.sif"
             with open(file, "rb") as reader, open(target, "wb") as writer:
                 while chunk := reader.read(1 << 22):
@@ -253,7 +187,7 @@ class ImageStore:
         }
         digest = layered.digest
         final = self.root / "sha256" / f"{digest}{SUFFIX}"
-        with self.changing(), workplace(self.root / "work", "add", secrets.token_hex(4)) as place:
+        with self.changing(), workplace(self.root / "work", "add") as place:
             for layer in layered.layers:
                 self.layers.adopt(layer.digest)
             if layered.base is not None and layered.base.digest:
@@ -273,10 +207,7 @@ class ImageStore:
         if not os.path.exists(path):
             raise SiteError(f"{path}: removed while an image was built on it; build or pull it again")
         if not own.exists():
-            link = self.root / "work" / f"link{secrets.token_hex(8)}"
-            os.symlink(path, link)
-            write_note(own.with_suffix(".json"), read_note(Path(path).with_suffix(".json")) or {})
-            os.rename(link, own)
+            link_note(own, Path(path))
 
     def name(self, key: str, source: str, digest: str) -> None:
         """Records that ``key`` is answered by the image of ``digest``."""
@@ -305,8 +236,8 @@ class ImageStore:
             yield
 
     def leftovers(self) -> list[Path]:
-        """Returns the directories of builders that were killed."""
-        return [path for path in (self.root / "work").glob("*.*/") if abandoned(path)]
+        """Returns what builders that were killed have left."""
+        return [path for path in (self.root / "work").glob("*") if abandoned(path)]
 
     def prepare(self, source: str) -> None:
         """Makes the store's rooms; raises :class:`SiteError`, naming ``source``, where it is not the caller's."""
@@ -324,6 +255,9 @@ class ImageStore:
             if not place.is_dir():
                 place.mkdir(exist_ok=True)
                 place.chmod(mode)
+        if not self._swept:
+            self._swept = True
+            sweep(self.root / "work")
 
     def _publish(self, target: Path, source: str, expected: str | None = None) -> StoredImage:
         partition = system_partition(target)
@@ -350,15 +284,6 @@ class ImageStore:
 
 
 _KNOWN = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
-
-
-def _check_safe(root: Path) -> None:
-    try:
-        mode = root.stat().st_mode
-    except OSError:
-        return
-    if mode & 0o002:
-        raise SiteError(f"{root}: everybody may write to this image store; chmod o-w {root}, or use another one")
 
 
 def known_size(path: str | os.PathLike[str]) -> int | None:

@@ -16,7 +16,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -81,6 +81,8 @@ class Templates:
         self._kept: _Kept | None = None
         self._number = 0
         self._supported: bool | None = None
+        self._seen: dict[_Key, bool] = {}
+        """Unpacked image → whether a template sees it; looked at once, as an image may have hundreds of directories."""
         self.refused: dict[_Key, str] = {}
         """Unpacked image → why no sandbox can be cloned over it; Apptainer starts each by itself then."""
 
@@ -165,15 +167,21 @@ class Templates:
             self.refused[_key(access)] = str(error)
 
     def _possible(self, access: Access, spec: SandboxSpec) -> bool:
-        sources = (access.rootfs, *access.layers, *(bind.split(":")[0] for bind in spec.binds))
+        key = _key(access)
+        if key not in self._seen:
+            self._seen[key] = self._sees(key)
         return (
             spec.as_root
             and not spec.nested
             and not spec.fakeroot
             and access.form == "tree"
             and access.namespace is None
-            and all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
+            and self._seen[key]
+            and self._sees(bind.split(":")[0] for bind in spec.binds)
         )
+
+    def _sees(self, sources: Iterable[str]) -> bool:
+        return all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
 
     def _begin(self) -> _Kept:
         self._number += 1

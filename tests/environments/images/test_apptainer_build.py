@@ -22,6 +22,7 @@ from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.leftovers import BUILD_DIRECTORY
+from megaflow_hpc.host.process import descendants as below
 from tests.support.oci import oci_archive
 from tests.support.places import ROOT
 from tests.support.waiting import until
@@ -123,13 +124,46 @@ def test_what_apptainer_unpacks_goes_with_a_build_or_when_all_are_killed_with_th
     until(lambda: told.exists() and told.read_text(), "the build runs", every_s=0.01)
     process.kill()
     process.wait()
-    os.killpg(int(told.read_text()), signal.SIGKILL)
+    until(lambda: not lives(int(told.read_text())), "the build ends with who asked for it")
     [left] = place.iterdir()
     assert left.name.startswith(BUILD_DIRECTORY)
     (tmp_path / "x.def").write_text(BROKEN)
     with pytest.raises(SiteError):
         build(find_apptainer(), tmp_path / "x.sif", str(tmp_path / "x.def"))
     assert list(place.iterdir()) == []
+
+
+def test_a_build_that_is_killed_ends_and_the_next_removes_its_files(
+    tmp_path: Path, base_sif: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apptainer's own, in the middle of ``%post``: its directories stay where it is killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "x.def").write_text(f"Bootstrap: localimage\nFrom: {base_sif}\n%post\n  sleep 300\n")
+    words = f"find_apptainer(), Path({str(tmp_path / 'x.sif')!r}), {str(tmp_path / 'x.def')!r}, '--fakeroot'"
+    text = (
+        "from pathlib import Path; from megaflow_hpc.host.apptainer import find_apptainer\n"
+        f"from megaflow_hpc.environments.images.apptainer_build import build\nbuild({words})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until(lambda: b"sleep 300" in b"".join(map(command, below(process.pid))), "the build is at work", 30)
+    started = list(below(process.pid))
+    process.kill()
+    process.wait()
+    left = list((tmp_path / "temporary").iterdir())
+    assert [path.name.startswith("megaflow-build.") for path in left] == [True]
+    until(lambda: not any(map(lives, started)), "all that it has started has ended", 30)
+    with pytest.raises(SiteError, match="connection refused"):
+        build(find_apptainer(), tmp_path / "y.sif", NOWHERE)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return b""
 
 
 def test_a_build_sees_nothing_of_the_callers_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from megaflow_hpc.environments.images.dockerfile.words import (
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers import listing
 from megaflow_hpc.environments.images.layers.view import View
-from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+from megaflow_hpc.environments.images.mapping import ImageMapping
+from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree

@@ -18,6 +18,7 @@ from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from tests.support.builds import unpacked
+from tests.support.layers import add_layer
 from tests.support.small_images import SmallImages
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -221,8 +222,9 @@ store.layers.take(Path(sys.argv[2]).name, pieces())
     assert other.layers.take(layer.digest, [blob.read_bytes()]) == layer
     assert subprocess.run([sys.executable, "-c", code, other.root, blob], check=False).returncode == -9
     assert len(other.leftovers()) == 1
+    ImageStore(other.root).prepare("the next process that writes to it removes what the killed one left")
+    assert list((other.root / "work").iterdir()) == []
     assert other.layers.take(layer.digest, [blob.read_bytes()]) == layer
-    assert other.leftovers() == []  # the next to take one removes what the killed one left
 
 
 def test_an_image_is_exported_as_one_sif(verb: Verb, store: ImageStore, tmp_path: Path) -> None:
@@ -241,3 +243,27 @@ def test_an_image_is_exported_as_one_sif(verb: Verb, store: ImageStore, tmp_path
     assert digest_of(target) == store.find("small0").stem  # type: ignore[union-attr]
     assert verb("export", "nothing of that name", "-o", tmp_path / "no.sif")[0] == 2
     assert sorted(path.name for path in tmp_path.glob("*.sif*")) == ["out.sif"]
+
+
+def test_an_adopter_that_is_killed_leaves_no_link(tmp_path: Path) -> None:
+    """A store of one's own takes a layer of the group's by a link; it ends between the link and its place."""
+    group = ImageStore(tmp_path / "group")
+    layer = add_layer(group, {"a": "1"})
+    code = """
+import os, signal, sys
+from pathlib import Path
+from megaflow_hpc.environments.images import notes
+from megaflow_hpc.environments.images.store import ImageStore
+store = ImageStore(None, f"{sys.argv[1]}:{sys.argv[2]}")
+store.prepare("test")
+notes.write_note = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+store.layers.adopt(sys.argv[3])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "MEGAFLOW_IMAGE_STORE"}
+    words = [sys.executable, "-c", code, tmp_path / "own", group.root, layer.digest]
+    assert subprocess.run(words, env=environment, check=False).returncode == -9
+    own = ImageStore(tmp_path / "own")
+    assert [path.is_symlink() for path in own.leftovers()] == [True]
+    own.prepare("the next process")
+    assert list((own.root / "work").iterdir()) == []
+    assert group.layers.find(layer.digest) == layer

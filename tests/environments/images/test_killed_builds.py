@@ -1,4 +1,4 @@
-"""Builds killed at any instant: the store holds nothing half, and the next build goes on from what is whole."""
+"""Builds and pulls killed at any instant: the store holds nothing half, and the next one goes on from what is whole."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from megaflow_hpc.environments.images.layers.blob import measure
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.host.files import remove_tree
+from tests.support.registries import Registry, layer, noise
 
 KILLS = int(os.environ.get("MEGAFLOW_BUILD_KILLS", "6"))
-"""In the suite; the figure in docs/how-to/images.md is of 100."""
+"""In the suite; the figures in docs/how-to/images.md are of 100."""
 
 BUILD = """
 import sys
 from pathlib import Path
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+from megaflow_hpc.environments.images.mapping import ImageMapping
+from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 store, scratch, base, *files = sys.argv[1:]
 images = Images(ImageStore(store), builder=Builder(scratch=scratch))
@@ -53,29 +55,69 @@ def test_a_build_killed_at_any_instant_leaves_nothing_half(busybox_rootfs: str, 
         )
         files.append(str(context / "Dockerfile"))
     argv = [sys.executable, "-c", BUILD, str(store.root), str(scratch), busybox_rootfs, *files]
-    killed = done = 0
-    while killed < KILLS:
-        building = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            building.wait(chance.uniform(0.1, 1.6))
-        except subprocess.TimeoutExpired:
-            building.send_signal(signal.SIGKILL)
-            killed += 1
-        said = building.communicate()[1]
-        assert building.returncode in (0, -signal.SIGKILL), said.decode()
-        _whole(store)
-        if building.returncode == 0:
-            done += 1
-            remove_tree(store.root)  # so that there is something to kill
-    finished = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
-    images = [Path(line) for line in finished.stdout.splitlines()]
-    assert len(set(images)) == 3, (seed, done)
+    images = _killed_at_any_instant(argv, store, chance, 1.6)
+    assert len(set(images)) == 3, seed
     shared = [{layer.digest for layer in read_layered(image).layers} for image in images]
     assert len(shared[0] & shared[1] & shared[2]) >= 2
-    _whole(store)
-    assert store.leftovers() == []
     sweep(scratch)
     assert [path for path in (scratch / "owners").glob("*") if path.is_dir()] == []
+
+
+PULL = """
+import sys
+from megaflow_hpc.environments.images.registries import Registries
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.store import ImageStore
+store, mirror, *names = sys.argv[1:]
+for name in names:
+    images = Images(ImageStore(store), Registries({"lab.org": mirror}))
+    print(images.resolve_source(f"docker://lab.org/{name}:1", "test"), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_pull_killed_at_any_instant_leaves_nothing_half(registry: Registry, tmp_path: Path) -> None:
+    """Of images that share layers, from a real registry."""
+    seed = int(os.environ.get("MEGAFLOW_SEED", "7"))
+    store = ImageStore(tmp_path / "store")
+    shared = [layer({f"shared{number}": noise(f"shared {number}", 4_000_000)}, "") for number in range(3)]
+    sizes = {each.digest: len(each.blob) for each in shared}
+    names = []
+    for number in range(4):
+        own = layer({f"own{number}": noise(f"own {number}", 1_000_000)}, "gzip")
+        sizes[own.digest] = len(own.blob)
+        registry.push(f"killed{number}", "1", [*shared[: number + 1], own], WorkingDir="/w")
+        names.append(f"killed{number}")
+    argv = [sys.executable, "-c", PULL, str(store.root), f"http://{registry.address}", *names]
+    images = _killed_at_any_instant(argv, store, random.Random(seed), 0.9)
+    assert len(set(images)) == 4, seed
+    left = {path.name: path.stat().st_size for path in (store.root / "layers").iterdir() if path.suffix != ".json"}
+    assert left == sizes
+
+
+def _killed_at_any_instant(argv: list[str], store: ImageStore, chance: random.Random, longest_s: float) -> list[Path]:
+    """Runs a program until it was killed :data:`KILLS` times, then to its end; returns the images that it prints."""
+    killed = 0
+    while killed < KILLS:
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            process.wait(chance.uniform(0.1, longest_s))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        said = process.communicate()[1]
+        assert process.returncode in (0, -signal.SIGKILL), said.decode()
+        _whole(store)
+        if process.returncode == 0:
+            remove_tree(store.root)  # so that there is something to kill
+    finished = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+    _whole(store)
+    assert list((store.root / "work").iterdir()) == []
+    for room, ending in (("sha256", ".image"), ("layers", ""), ("names", ""), ("steps", "")):
+        for note in (store.root / room).iterdir():
+            assert note.suffix in (".json", ending), note
+            assert room in ("names", "steps") or note.with_suffix(ending).exists()
+    return [Path(line) for line in finished.stdout.splitlines()]
 
 
 def _whole(store: ImageStore) -> None:
@@ -84,8 +126,10 @@ def _whole(store: ImageStore) -> None:
         return
     for path in (store.root / "layers").glob("*"):
         if not path.suffix and not path.name.startswith("."):
-            assert measure(path).digest == path.name
+            with open(path, "rb", buffering=0) as blob:
+                measure(blob, path.name)
     for path in (store.root / "sha256").glob("*.image"):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
-        for layer in read_layered(path).layers:
-            assert measure(layer_path(path, layer.digest)) == layer
+        for each in read_layered(path).layers:
+            with open(layer_path(path, each.digest), "rb", buffering=0) as blob:
+                assert measure(blob, each.digest) == each

@@ -17,7 +17,8 @@ import pytest
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.making import Making, at_once, make_all
-from megaflow_hpc.environments.images.resolve import ImageMapping, ImageRequest, Images
+from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from tests.support.places import ROOT

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -19,16 +20,17 @@ from megaflow_hpc.environments.images.cache.manifest import fetch, manifest
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.environments.images.layered import Base, LayeredImage, read_layered
+from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.pull import exports
 from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.resolve import ImageMapping, Images
+from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError
 from tests.support.builds import unpacked
 from tests.support.layers import add_layer
 from tests.support.places import ROOT
-from tests.support.registries import Front, Layer, Registry, layer, noise, tree_layer
+from tests.support.registries import Front, Layer, Registry, layer, noise, says, tree_layer
 from tests.support.sandboxes import runs
 from tests.support.small_images import SmallImages
 from tests.support.waiting import until
@@ -187,6 +189,22 @@ def test_what_came_wrong_is_not_stored(registry: Registry, between: Front, image
     assert images.store.leftovers() == []
 
 
+@pytest.mark.parametrize("how", ["another layer", "bytes"])
+def test_another_blob_than_was_asked_for_is_not_stored(
+    registry: Registry, between: Front, images: Images, how: str
+) -> None:
+    """Of the same size: only the digest tells. It is found while the blob is written, by what is read for its sizes."""
+    right, wrong = layer({"a": b"right"}, ""), layer({"a": b"wrong"}, "")
+    registry.push("another", "1", [right])
+    sent = wrong.blob if how == "another layer" else bytes(7) + wrong.blob[7:]
+    between.rules[right.digest] = says(200, sent)
+    with pytest.raises(SiteError, match=rf"{right.digest}: what came has the digest {sha256(sent).hexdigest()}"):
+        pulled(images, "another:1")
+    assert list(images.store.images()) == []
+    assert stored(images) == {}
+    assert images.store.leftovers() == []
+
+
 def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
     registry: Registry, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +256,33 @@ def test_a_dockerfile_on_an_image_of_a_registry_adds_its_layers(
     assert image.layers[: len(below.layers)] == below.layers
     assert len(image.layers) == len(below.layers) + 1
     assert (unpacked(path, tmp_path / "tree") / "opt" / "made").read_text() == "made\n"
+
+
+def test_steps_run_as_the_user_of_the_image_that_they_start_from(
+    registry: Registry, images: Images, busybox_rootfs: str, tmp_path: Path
+) -> None:
+    """Until another is named. What a step finds otherwise than in Docker is said while it is made."""
+    registry.push("team/user", "1", [tree_layer(Path(busybox_rootfs))], Env=["PATH=/bin"], User="12:34")
+    dockerfile = tmp_path / "context" / "Dockerfile"
+    dockerfile.parent.mkdir()
+    dockerfile.write_text(
+        "FROM base\nWORKDIR /own\nRUN id -u >who && id -g >>who\n"
+        "USER root\nRUN --mount=type=cache,target=/c --mount=source=.,target=/s id -u >/root-did\n"
+    )
+    images.builder, said = Builder(), list[str]()
+    images.say = said.append
+    path = images.resolve_dockerfile(
+        Dockerfile.read(dockerfile), ImageMapping({"base": "docker://lab.org/team/user:1"}, tmp_path)
+    )
+    tree = unpacked(path, tmp_path / "tree")
+    assert ((tree / "own" / "who").read_text(), (tree / "root-did").read_text()) == ("12\n34\n", "0\n")
+    assert read_layered(path).user == "root"
+    assert read_layered(pulled(images, "team/user:1")).user == "12:34"
+    notes = [line.partition("Dockerfile:")[2] for line in said if "other than in Docker" in line]
+    assert notes == [
+        "5: other than in Docker: a cache mount is empty in every step",
+        "5: other than in Docker: a bind mount is a copy; what is written to it is lost, and does not fail",
+    ]
 
 
 @pytest.mark.parametrize("laid", ["as in a store", "side by side"])

@@ -538,10 +538,6 @@ def changed_layer(**changes: object) -> bytes:
 
 TOKEN = "/token?scope=repository%3Aone%3Apull"
 HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
-    "another blob": (
-        {ONE.digest: says(200, bytes(len(ONE.blob)))},
-        r"asked for blob sha256:.*the registry sent sha256:",
-    ),
     "a longer blob": ({ONE.digest: says(200, ONE.blob + b"x")}, r"\d+ bytes; its manifest says \d+"),
     "an endless blob": ({ONE.digest: endless}, r"longer than the \d+ bytes that its manifest says"),
     "an endless manifest": ({"/1": endless}, r"manifest 1 has more than 4194304 bytes"),

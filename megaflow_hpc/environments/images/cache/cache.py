@@ -21,16 +21,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from megaflow_hpc.environments.images.cache.budget import budget
 from megaflow_hpc.environments.images.cache.parts import Form, Part, Plan, plan
-from megaflow_hpc.environments.images.cache.shelf import Room, Shelf, Turn
+from megaflow_hpc.environments.images.cache.queue import Queue, Turn
+from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
 from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
-
-__all__ = ["Form", "ImageCache", "Lease"]
-
-SHARE_OF_DISK = 0.8
-"""The default budget: this part of what is free on scratch and what the cache has already."""
 
 _MARKED: dict[str, int] = {}
 """Copy → leases that are out or waited for. A process has one mark on disk for all, whichever cache object it was."""
@@ -74,7 +71,8 @@ class ImageCache:
         self.copied_bytes = 0
         """Bytes this process has read from where images lie, for copies."""
         self._shelf = Shelf(root, Room(0, 0))
-        self._shelf.budget = _budget(root, self._shelf, budget_bytes, budget_inodes)
+        self._queue = Queue(root, self._shelf.identity)
+        self._shelf.budget = budget(self._shelf, budget_bytes, budget_inodes)
         self._files = ImageFiles()
         self._plans: dict[tuple[str, Form], tuple[ImageFacts, Plan]] = {}
         self._shelf.tidy()
@@ -95,7 +93,7 @@ class ImageCache:
             return lease
         deadline = time.monotonic() + timeout_s
         try:
-            with Turn(self._shelf, deadline) as turn:
+            with Turn(self._queue, deadline) as turn:
                 while True:
                     self._mark(wanted.parts)
                     try:
@@ -251,15 +249,9 @@ class ImageCache:
 
     def _lease(self, wanted: Plan) -> Lease:
         """A lease on copies that this process has marked, and that are here."""
-        new = []
         with _GUARD:
-            for part in wanted.parts:
-                key = self._key(part)
-                if not _HELD.get(key):
-                    new.append(part.name)
+            for key in map(self._key, wanted.parts):
                 _HELD[key] = _HELD.get(key, 0) + 1
-        for name in new:
-            self._shelf.touch(name)
         return self._lease_of(wanted)
 
     def _lease_of(self, wanted: Plan) -> Lease:
@@ -335,7 +327,7 @@ class ImageCache:
             own, _ = self._missing(parts, locks)
             if own:
                 sizes = {part.name: part.size for part in own}
-                if self._shelf.first_in_queue() is not None or not self._shelf.reserve(sizes, ahead=True):
+                if self._queue.first_in_queue() is not None or not self._shelf.reserve(sizes, ahead=True):
                     return False
                 self._make(own, ahead=True)
         return True
@@ -353,28 +345,3 @@ class ImageCache:
         finally:
             for part in parts:
                 self._shelf.unreserve(part.name)
-
-
-def _budget(root: Path, shelf: Shelf, bytes_: int | None, inodes: int | None) -> Room:
-    disk = os.statvfs(root)
-    have = sum((entry.size for entry in shelf.entries()), Room(0, 0))
-    if bytes_ is None:
-        gigabytes = _number("MEGAFLOW_CACHE_GB")
-        free = disk.f_bavail * disk.f_frsize + have.bytes
-        bytes_ = int(SHARE_OF_DISK * free) if gigabytes is None else int(gigabytes * 1e9)
-    if inodes is None:
-        count = _number("MEGAFLOW_CACHE_INODES")
-        # Some file systems have no fixed number of inodes, and say 0.
-        free = disk.f_favail + have.inodes if disk.f_files else 1 << 62
-        inodes = int(SHARE_OF_DISK * free) if count is None else int(count)
-    return Room(bytes_, inodes)
-
-
-def _number(variable: str) -> float | None:
-    text = os.environ.get(variable)
-    if not text:
-        return None
-    with suppress(ValueError):
-        if (value := float(text)) > 0:
-            return value
-    raise ConfigError(f"{variable}={text}: expected a number above 0; unset it for the default")

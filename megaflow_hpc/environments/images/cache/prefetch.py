@@ -6,7 +6,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from megaflow_hpc.environments.images.cache.cache import Form, ImageCache
+from megaflow_hpc.environments.images.cache.cache import ImageCache
+from megaflow_hpc.environments.images.cache.parts import Form
 from megaflow_hpc.errors import MegaflowError
 
 

@@ -155,17 +155,17 @@ class Shelf:
         """Notes that the copy was used now. Times are ours: those the kernel gives are some milliseconds coarse."""
         now = time.time_ns()
         with suppress(FileNotFoundError):
-            os.utime(self.path(name) / "entry.json", ns=(now, now))
+            os.utime(f"{self.root}/images/{name}/entry.json", ns=(now, now))
 
     def in_use(self) -> set[str]:
         """Returns what processes that live use; the marks of dead ones are removed."""
         used: set[str] = set()
-        for mark in _listing(self.root / "leases"):
+        for mark in listing(self.root / "leases"):
             path = self.root / "leases" / mark
-            if _alive(mark):
+            if alive(mark):
                 with suppress(FileNotFoundError):
                     used.update(path.read_text().split("\n"))
-            elif not _alive(mark.lstrip(".")):
+            elif not alive(mark.lstrip(".")):
                 with suppress(OSError):
                     path.unlink()
         return used
@@ -175,7 +175,7 @@ class Shelf:
     def entries(self) -> list[Entry]:
         """Returns every copy, the least recently used first."""
         found = []
-        for name in _listing(self.root / "images"):
+        for name in listing(self.root / "images"):
             path = self.path(name) / "entry.json"
             try:
                 known = json.loads(path.read_bytes())
@@ -188,34 +188,14 @@ class Shelf:
     def taken(self, entries: list[Entry]) -> Room:
         """Returns what the copies take, and what is being staged will."""
         total = sum((entry.size for entry in entries), Room(0, 0))
-        for mark in _listing(self.root / "reserved"):
+        for mark in listing(self.root / "reserved"):
             path = self.root / "reserved" / mark
-            if not _alive(mark.rpartition(".")[2]):
+            if not alive(mark.rpartition(".")[2]):
                 path.unlink(missing_ok=True)
                 continue
             with suppress(OSError, ValueError):
                 total += Room(*map(int, path.read_text().split()))
         return total
-
-    # --- waiting for room ---------------------------------------------------------------------------------------
-
-    def queue_up(self) -> str:
-        """Returns a place in the queue for room; give it back with :meth:`leave_queue`."""
-        ticket = f"{time.monotonic_ns():020d}.{secrets.token_hex(4)}.{self.identity}"
-        (self.root / "queue" / ticket).touch(mode=0o600)
-        return ticket
-
-    def leave_queue(self, ticket: str) -> None:
-        """Gives a place in the queue back."""
-        (self.root / "queue" / ticket).unlink(missing_ok=True)
-
-    def first_in_queue(self) -> str | None:
-        """Returns the ticket of who has waited longest; removes those of dead processes."""
-        for ticket in sorted(_listing(self.root / "queue")):
-            if _alive(ticket.rpartition(".")[2]):
-                return ticket
-            self.leave_queue(ticket)
-        return None
 
     # --- what will be wanted ------------------------------------------------------------------------------------
 
@@ -227,9 +207,9 @@ class Shelf:
         """Returns how soon each copy is wanted by some process, 0 the soonest; those that nobody announced are not in
         it."""
         found: dict[str, int] = {}
-        for mark in _listing(self.root / "orders"):
+        for mark in listing(self.root / "orders"):
             path = self.root / "orders" / mark
-            if not _alive(mark):
+            if not alive(mark):
                 if Identity.parse(mark):  # not a file that is being written
                     path.unlink(missing_ok=True)
                 continue
@@ -314,16 +294,16 @@ class Shelf:
         """Removes what processes that are gone left half written or half removed; returns how much there was."""
         count = 0
         for room in ("partial", "trash"):
-            for name in _listing(self.root / room):
-                if not _alive(name.partition(".")[0]):
+            for name in listing(self.root / room):
+                if not alive(name.partition(".")[0]):
                     with suppress(OSError):
                         remove_tree(self.root / room / name)
                         count += 1
-        for name in _listing(self.root / "orders"):
-            if not _alive(name.lstrip(".").partition(".")[0]):  # with a dot: one that was being written
+        for name in listing(self.root / "orders"):
+            if not alive(name.lstrip(".").partition(".")[0]):  # with a dot: one that was being written
                 (self.root / "orders" / name).unlink(missing_ok=True)
         self.in_use()
-        for name in _listing(self.root / "locks"):
+        for name in listing(self.root / "locks"):
             if not self.path(name).exists():
                 with suppress(TimeoutError), self.locked(name, exclusive=True, deadline=0.0):
                     if not self.path(name).exists():
@@ -342,59 +322,14 @@ class Shelf:
             os.close(descriptor)
 
 
-class Turn:
-    """One process's place among those that wait for room, taken when it is first asked for.
-
-    Args:
-        deadline: monotonic.
-    """
-
-    def __init__(self, shelf: Shelf, deadline: float) -> None:
-        self.deadline = deadline
-        self._shelf = shelf
-        self._ticket = ""
-        self._pause = POLL_S[0]
-
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def come(self) -> bool:
-        """Whether nobody has waited for longer."""
-        self._ticket = self._ticket or self._shelf.queue_up()
-        return self._shelf.first_in_queue() == self._ticket
-
-    def leave(self) -> None:
-        """Gives the place back."""
-        ticket, self._ticket = self._ticket, ""
-        if ticket:
-            self._shelf.leave_queue(ticket)
-
-    def wait(self, here: Callable[[], bool]) -> None:
-        """Waits a while: until it is this process's turn, or what it waits for is ``here``.
-
-        Raises:
-            TimeoutError: it is not before the deadline.
-        """
-        while True:
-            if time.monotonic() >= self.deadline:
-                raise TimeoutError(
-                    f"everything in {self._shelf.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
-                )
-            time.sleep(self._pause)
-            self._pause = min(2 * self._pause, POLL_S[1])
-            if here() or self.come():
-                return
-
-
-def _alive(name: str) -> bool:
+def alive(name: str) -> bool:
+    """Whether the process whose identity a mark bears lives."""
     identity = Identity.parse(name)
     return identity is not None and identity.alive()
 
 
-def _listing(path: Path) -> list[str]:
+def listing(path: Path) -> list[str]:
+    """Returns the names in a directory; none where it is not there."""
     try:
         return os.listdir(path)
     except FileNotFoundError:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
 import subprocess
 import tarfile
 import threading
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from megaflow_hpc.environments.images.dockerfile.bounds import Bounds
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.tar import Refused, TarReader
+from megaflow_hpc.host.unpack import plain
+
+Known = dict[tuple[int, int], tuple[int, int, int]]
+"""Device and inode of a file → its mode, uid and gid, as an archive has them."""
 
 _CHUNK = 1 << 18
 _BLOCK = tarfile.BLOCKSIZE
@@ -41,8 +48,8 @@ def is_archive(path: Path) -> bool:
     return True
 
 
-def unpack(archive: Path, target: Path, bounds: Bounds) -> None:
-    """Unpacks an archive into a directory, the files owned by the caller.
+def unpack(archive: Path, target: Path, bounds: Bounds) -> Known:
+    """Unpacks an archive into a directory, the files owned by the caller; returns what it says of them.
 
     Raises:
         ConfigError: it cannot be unpacked, or holds more than ``bounds`` leaves.
@@ -76,6 +83,22 @@ def unpack(archive: Path, target: Path, bounds: Bounds) -> None:
     if tar.returncode:
         lines = said[0].decode("utf-8", "replace").strip().splitlines() or ["tar said nothing"]
         raise ConfigError(f"{archive.name}: cannot be unpacked ({lines[0]}); ADD takes whole tar archives")
+    return _known(archive, target)
+
+
+def _known(archive: Path, target: Path) -> Known:
+    """What the headers say of files that were unpacked: they are looked up only by what they are, not by a path."""
+    top = os.lstat(target)
+    found: Known = {(top.st_dev, top.st_ino): (0o755, 0, 0)}
+    try:
+        with _plain(archive) as content:
+            for member in TarReader(content):  # type: ignore[arg-type]
+                with suppress(OSError):
+                    status = os.lstat(os.path.join(os.fsencode(target), *plain(member.name)))
+                    found[status.st_dev, status.st_ino] = (member.mode & 0o7777, member.uid, member.gid)
+    except Refused as error:
+        raise ConfigError(f"{archive.name}: {error}; write it without that, or RUN tar") from None
+    return found
 
 
 def _feed(archive: Path, tar: subprocess.Popen[bytes], bounds: Bounds, failed: list[Exception]) -> None:

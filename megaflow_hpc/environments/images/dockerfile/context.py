@@ -19,7 +19,7 @@ from pathlib import Path
 
 from e2b_dockerfile_utils import PatternMatcher
 
-from megaflow_hpc.environments.images.dockerfile.archive import is_archive, unpack
+from megaflow_hpc.environments.images.dockerfile.archive import Known, is_archive, unpack
 from megaflow_hpc.environments.images.dockerfile.bounds import Bounds
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import beneath
@@ -244,8 +244,9 @@ def lay_out(
     extract: bool = False,
     parents: bool = False,
     exclude: Sequence[str] = (),
-) -> None:
-    """Copies what ``names`` hold to ``target/<number>/<name>``, archives unpacked where ``extract``.
+) -> Known:
+    """Copies what ``names`` hold to ``target/<number>/<name>``, archives unpacked where ``extract``; returns what these
+    say of their files.
 
     Args:
         exclude: patterns of what is left out of a directory, relative to it; with ``parents`` to the context.
@@ -254,7 +255,7 @@ def lay_out(
         ConfigError: a link leads out of the context, or what a name holds is more than a build may take.
     """
     excluded = patterns(exclude)
-    bounds = Bounds()
+    bounds, known = Bounds(), Known()
     for number, name in enumerate(names):
         place = target / str(number)
         place.mkdir(parents=True)
@@ -271,8 +272,9 @@ def lay_out(
             if extract and is_archive(item):
                 packed = item.rename(place.with_name(f"{number}.archive"))
                 item.mkdir()
-                unpack(packed, item, bounds)
+                known |= unpack(packed, item, bounds)
                 packed.unlink()
+    return known
 
 
 def _below(top: str, excluded: Excluded) -> Excluded:

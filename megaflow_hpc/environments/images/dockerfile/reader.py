@@ -231,10 +231,14 @@ class Reader:
         place = posixpath.normpath(posixpath.join(self._now().workdir or ".", target))
         if kind != "bind":
             owner = f"{fields.get('uid', '0')}:{fields.get('gid', '0')}"
-            return Mount(place, None, "" if owner == "0:0" else owner)
+            mode = fields.get("mode", "1777" if kind == "tmpfs" else "755")
+            if not re.fullmatch(r"[0-7]{1,4}", mode) or not re.fullmatch(r"\d{1,9}:\d{1,9}", owner):
+                raise WordError(f"RUN --mount={text}: expected an octal mode, and numbers for uid and gid")
+            return Mount(kind, place, None, "" if owner == "0:0" else owner, mode)
         source = fields.get("source") or fields.get("src") or "."
         copy = self._copy_of([source], place, into=False, origin=fields.get("from"))
-        return Mount(place, copy)
+        writable = any(fields.get(name, "false") in ("", "true") for name in ("rw", "readwrite"))
+        return Mount(kind, place, copy, writable=writable)
 
     def _take_copy(self, found: DockerfileInstruction) -> None:
         self._place(found, ("from", "chown", "chmod", "link", "parents", "exclude"))

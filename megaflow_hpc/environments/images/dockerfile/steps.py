@@ -28,9 +28,14 @@ class Run:
 class Mount:
     """``RUN --mount``: an empty directory, or what ``copy`` brings, at ``target`` while the command runs."""
 
+    kind: str
+    """``bind``, ``cache`` or ``tmpfs``."""
     target: str
     copy: Copy | None = None
     owner: str = ""
+    mode: str = ""
+    writable: bool = False
+    """Of a bind mount: asked for by ``rw``."""
 
 
 @dataclass

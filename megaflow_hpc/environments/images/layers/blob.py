@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,16 +50,15 @@ class LayerStream(io.RawIOBase):
     """The archive in a blob, uncompressed; :meth:`finish` compares the blob with its digest.
 
     Args:
-        blob: is read to its end, and not closed.
+        blob: is read by ``read`` alone, and not closed.
     """
 
     def __init__(self, blob: BinaryIO) -> None:
         self._blob = blob
         self._digest = hashlib.sha256()
         self._read_bytes = 0
-        first = self._more()
-        self._inflater = _inflater(first)
-        self._waiting = memoryview(self._inflate(first))
+        self._inflater: Callable[[bytes], bytes] | None = None
+        self._waiting = memoryview(b"")
 
     def _more(self) -> bytes:
         data = self._blob.read(_CHUNK)
@@ -70,12 +68,11 @@ class LayerStream(io.RawIOBase):
 
     def _inflate(self, data: bytes) -> bytes:
         if self._inflater is None:
-            return data
+            self._inflater = _inflater(data)
         try:
-            found: bytes = self._inflater(data)
+            return self._inflater(data)
         except Exception as error:  # each library has a class of its own
             raise Refused(f"not to be decompressed: {error}") from None
-        return found
 
     def readable(self) -> bool:
         """Whether it can be read: always."""
@@ -101,7 +98,7 @@ class LayerStream(io.RawIOBase):
         return self._digest.hexdigest(), self._read_bytes
 
 
-def _inflater(first: bytes) -> Callable[[bytes], bytes] | None:
+def _inflater(first: bytes) -> Callable[[bytes], bytes]:
     if first.startswith(_GZIP):
         return _Gunzip()
     if first.startswith(_ZSTD):
@@ -113,7 +110,7 @@ def _inflater(first: bytes) -> Callable[[bytes], bytes] | None:
             ) from None
         found: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress
         return found
-    return None
+    return lambda data: data
 
 
 class _Gunzip:
@@ -148,15 +145,21 @@ class Tally:
             raise Refused("more files than a layer may have")
 
 
-def measure(path: str | os.PathLike[str]) -> LayerFacts:
-    """Reads a blob once and returns its facts; raises :class:`SandboxError` for what is no layer."""
-    with open(path, "rb", buffering=0) as blob:
-        try:
-            stream = LayerStream(blob)
-            tally = Tally()
-            for member in TarReader(stream):  # type: ignore[arg-type]
-                tally.add(member.size, is_directory=member.kind == "directory")
-        except Refused as error:
-            raise SandboxError(f"{os.fspath(path)}: not a layer of an image: {error}") from error
-        digest, size = stream.finish()
+def measure(blob: BinaryIO, digest: str) -> LayerFacts:
+    """Reads a blob once, to its end, and returns its facts.
+
+    Raises:
+        SandboxError: it is not the one of ``digest``, or no layer.
+    """
+    stream, tally, why = LayerStream(blob), Tally(), ""
+    try:
+        for member in TarReader(stream):  # type: ignore[arg-type]
+            tally.add(member.size, is_directory=member.kind == "directory")
+    except Refused as error:
+        why = str(error)
+    found, size = stream.finish()
+    if found != digest:
+        raise SandboxError(f"{digest}: what came has the digest {found}; fetch it again")
+    if why:
+        raise SandboxError(f"{digest}: not a layer of an image: {why}")
     return LayerFacts(digest, size, tally.bytes, tally.inodes)

@@ -7,6 +7,7 @@ says how nothing in it is resolved as a path. Devices and sockets are left out.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.environments.images.layers.blob import (
     LARGEST,
@@ -109,7 +111,7 @@ class LayerWriter(TreeWriter):
             for parts, member in sorted(self._directories.items(), reverse=True):
                 descriptor = self._open(parts)
                 if self._owners and parts:  # a top that were somebody else's could not be moved to its place
-                    os.chown(descriptor, member.uid, member.gid)
+                    _give(descriptor, member)
                 # Whoever removes the tree must be able to: the caller is root in what is seen of it.
                 os.chmod(descriptor, member.mode | (0 if self._owners else stat.S_IRWXU))
                 os.utime(descriptor, (member.mtime, member.mtime))
@@ -179,10 +181,18 @@ class LayerWriter(TreeWriter):
         name, parent = parts[-1], self._open(parts[:-1])
         self._written.add(parts)
         if self._owners:
-            os.chown(name, member.uid, member.gid, dir_fd=parent, follow_symlinks=False)
+            _give(name, member, dir_fd=parent, follow_symlinks=False)
         if member.kind != "symlink":
             os.chmod(name, member.mode, dir_fd=parent)  # after its owner, which takes setuid away
         os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
+
+
+def _give(file: bytes | int, member: Member, **where: Any) -> None:
+    try:
+        os.chown(file, member.uid, member.gid, **where)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the namespace has not these ids: for who reads the files here they are root's
+            raise
 
 
 def _make_opaque(descriptor: int) -> None:

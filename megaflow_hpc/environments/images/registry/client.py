@@ -80,29 +80,26 @@ class RegistryClient:
         return data, media_type
 
     def small_blob(self, digest: str, size: int) -> bytes:
-        """Returns a blob of ``size`` bytes."""
-        return b"".join(self.blob(digest, size))
+        """Returns a blob of ``size`` bytes, after its content was compared with its digest."""
+        data = b"".join(self.blob(digest, size))
+        self._compare(digest, hashlib.sha256(data).hexdigest(), "blob")
+        return data
 
     def blob(self, digest: str, size: int) -> Iterator[bytes]:
-        """Yields the content of a blob, as the registry keeps it, in pieces. The last one comes after its digest was
-        found right, so that who publishes what ended well publishes nothing else.
+        """Yields what the registry gives for a blob, in pieces. Whoever keeps them compares them with the digest.
 
         Raises:
-            SiteError: not to be had; shorter or longer than ``size``, or of another digest.
+            SiteError: not to be had, or shorter or longer than ``size``.
         """
-        found, done, tries, before = hashlib.sha256(), 0, 0, 0
+        done = tries = before = 0
         until = time.monotonic() + GRACE_S + size / SLOWEST
-        held = b""
         while done < size:
             try:
                 for chunk in self._part(digest, done, size):
-                    found.update(chunk)
                     done += len(chunk)
                     if time.monotonic() > until:
                         raise SiteError(f"{self.reference}: {digest}: {done} of {size} bytes came; it is too slow")
-                    if held:
-                        yield held
-                    held = chunk
+                    yield chunk
             except _Interrupted as error:
                 tries = 1 if done - before >= PROGRESS else tries + 1
                 before = done
@@ -112,8 +109,6 @@ class RegistryClient:
                         "tries"
                     ) from None
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
-        self._compare(digest, found.hexdigest(), "blob")
-        yield held
 
     def _part(self, digest: str, done: int, size: int) -> Iterator[bytes]:
         """A blob from byte ``done`` on, by one request."""

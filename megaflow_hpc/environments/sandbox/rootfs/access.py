@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaflow_hpc.environments.images.cache import cache
+from megaflow_hpc.environments.images.cache import parts
 from megaflow_hpc.environments.images.cache.cache import ImageCache, Lease
 from megaflow_hpc.environments.images.cache.shelf import Room
 from megaflow_hpc.environments.images.image_file import ImageFacts
@@ -302,7 +302,7 @@ class ImageAccess:
             return False
         return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(str(self._scratch))
 
-    def copied_form(self, image: str) -> cache.Form:
+    def copied_form(self, image: str) -> parts.Form:
         """Returns what of an image is brought to this node before a sandbox uses it."""
         form = self.form(image)
         if form == "tree":

@@ -12,6 +12,7 @@ lower directory, called 0, 1, 2 … from the bottom up.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import subprocess
@@ -87,7 +88,7 @@ def prepare(lowers: Sequence[str], layer: str, merged: str) -> None:
         os.makedirs(path, mode=0o755, exist_ok=True)
     for name in MOUNT_POINTS:
         place = f"{layer}/upper/{name}"
-        if not os.path.lexists(place) and not _has(lowers, name):
+        if not os.path.lexists(place) and not (_has if len(lowers) == 1 else _layers_have)(tuple(lowers), name):
             os.mkdir(place, 0o755)
 
 
@@ -100,6 +101,10 @@ def _has(lowers: Sequence[str], name: str) -> bool:
             continue
         return not (stat.S_ISCHR(found.st_mode) and found.st_rdev == 0)
     return False
+
+
+_layers_have = functools.lru_cache(maxsize=4096)(_has)
+"""Of an image of layers, which never change: looked up once, not in hundreds of directories at each start."""
 
 
 def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
