@@ -25,7 +25,6 @@ Capture = pytest.CaptureFixture[str]
         ("gateway --conversations 1 --shapes", "--conversations"),
         ("gateway --shapes", "bench gateway"),
         ("images", "bench images"),
-        ("store --rollouts 0 --generated 0", "bench store"),
         ("dispatch --peers", "--peers"),
         ("dispatch --metadata", "--metadata"),
         ("dispatch --simulate --policies", "--policies"),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median
 
 Note = Callable[[str], None]
@@ -57,9 +58,7 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
         ),
     ]
     if arguments.peers:
-        from tests.bench import store_peers  # which reads in new processes as this does
-
-        figures = store_peers.beside_batches(figures, path, room, note)
+        figures = from_checkout("store_peers", "--peers").beside_batches(figures, path, room, note)
     return figures
 
 
