@@ -1,10 +1,12 @@
-"""A site broken for real, in several ways at a time: ``doctor`` names each cause with a remedy, and nothing else."""
+"""A site broken for real, in one way at a time: ``doctor`` names the cause with a remedy, and nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,72 +54,132 @@ def without_pmi(lab: Lab, place: Path) -> Path:
     return conf
 
 
-def test_doctor_names_each_cause_of_a_site_that_is_broken(tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    for place in (scratch, tmp_path / "lab"):
-        place.mkdir()
-    with own_lab(tmp_path / "lab") as lab:
-        lent = os.environ.get("MEGAFLOW_FUSE")
-        sound = doctor(f"mount --bind {lent} /dev/fuse" if lent else ":", MEGAFLOW_SCRATCH=str(scratch))
-        for check in ("accounting", "srun --mpi", "scratch", "containers", *(["image mount"] if lent else [])):
-            assert only(sound, check)[0] == "ok", sound[check]
-        assert partitions(sound).keys() == {"cpu", "gpu", "preempt"}
-        assert all(f["level"] == "ok" for f in sound["partition"])
+def worse(broken: Findings, sound: Findings) -> set[str]:
+    """The checks that complain of something they did not complain of on the sound site."""
 
-        # slurmdbd stopped, PMI gone, FUSE closed, a partition down, a node drained, the nodes of another drained.
-        lab.kill("slurmdbd")
-        lab.slurm("scontrol", "update", "PartitionName=preempt", "State=DOWN")
-        lab.slurm("scontrol", "update", "NodeName=gpu[1-2]", "State=DRAIN", "Reason=GPU fell off the bus")
-        lab.slurm("scontrol", "update", "NodeName=cpu3", "State=DRAIN", "Reason=disk")
-        conf = without_pmi(lab, tmp_path)
-        broken = doctor(CLOSED, MEGAFLOW_SCRATCH=str(scratch), SLURM_CONF=str(conf))
+    def complaints(findings: Findings) -> set[tuple[str, str]]:
+        return {(check, f["found"]) for check, each in findings.items() for f in each if f["level"] != "ok"}
 
-        level, found, remedy = only(broken, "accounting")
-        assert level == "warn"
-        assert found.startswith("slurmdbd at 127.0.0.1:")
-        assert "does not answer" in found
-        assert "tell the site that slurmdbd is away" in remedy
+    return {check for check, _ in complaints(broken) - complaints(sound)}
 
-        level, found, remedy = only(broken, "srun --mpi")
-        assert level == "FAIL"
-        assert "neither pmi2 nor pmix" in found or "offers none of pmi2, pmix" in found
-        assert "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix" in remedy
 
-        level, found, remedy = only(broken, "image mount")
-        assert (level, found) == ("warn", "/dev/fuse is not open to users")
-        assert "ask the site to open /dev/fuse" in remedy
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with own_lab(tmp_path_factory.mktemp("doctor")) as lab:
+        yield lab
 
-        parts = partitions(broken)
-        assert parts["preempt"]["level"] == "warn"
-        assert parts["preempt"]["found"].endswith("it is down: jobs wait in it")
-        assert parts["gpu"]["level"] == "warn"
-        assert parts["gpu"]["found"].endswith("none of them takes jobs (drained: GPU fell off the bus)")
-        assert "another partition" in parts["gpu"]["remedy"]
-        assert parts["cpu"]["level"] == "ok"
-        assert parts["cpu"]["found"].endswith("1 of them take no jobs (drained: disk)")
-        for check in ("controller", "scratch", "containers", "overlay"):
-            assert all(f["level"] == "ok" for f in broken[check]), broken[check]
 
-        # Scratch full, and the default partition dropped.
-        lab.start()
-        lab.slurm("scontrol", "delete", "PartitionName=cpu")
-        fill = f"mount -t tmpfs -o size=70m tmpfs {scratch} && head -c 69M /dev/zero >{scratch}/full"
-        full = doctor(fill, MEGAFLOW_SCRATCH=str(scratch))
-        level, found, remedy = only(full, "scratch")
-        assert level == "FAIL"
-        assert f"{scratch} on tmpfs: 0 GB" in found
-        assert "it is full" in found
-        assert "megaflow-hpc janitor" in remedy
-        assert only(full, "apptainer")[::2] == ("warn", "make room on scratch first")
-        assert "cpu" not in partitions(full)
-        assert partitions(full)["none is the default"]["remedy"].startswith("name one in slurm.pods.partition")
-        assert only(full, "accounting")[0] == "ok"
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
 
-        # The controller gone: that is what is said, and nothing about partitions.
-        lab.kill("slurmctld")
-        gone = doctor(MEGAFLOW_SCRATCH=str(scratch))
-        level, found, remedy = only(gone, "controller")
-        assert level == "FAIL"
-        assert "scontrol ping" in remedy
-        assert gone["partition"] == []
-        assert only(gone, "scratch")[0] == "ok"
+
+@pytest.fixture(scope="module")
+def seen(lab: Lab, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Findings]:
+    """The sound site, and three states of it that one process alone can be in, at the same time."""
+    lent = os.environ.get("MEGAFLOW_FUSE")
+    open_fuse = f"mount --bind {lent} /dev/fuse" if lent else ":"
+    fill = f"mount -t tmpfs -o size=70m tmpfs {scratch} && head -c 69M /dev/zero >{scratch}/full"
+    states = {
+        "sound": (open_fuse, {}),
+        "FUSE closed": (CLOSED, {}),
+        "PMI gone": (open_fuse, {"SLURM_CONF": str(without_pmi(lab, tmp_path_factory.mktemp("pmi")))}),
+        "scratch full": (f"{open_fuse} && {fill}", {}),
+    }
+    with ThreadPoolExecutor(2) as threads:
+        asked = {
+            name: threads.submit(doctor, before, MEGAFLOW_SCRATCH=str(scratch), **environ)
+            for name, (before, environ) in states.items()
+        }
+    return {name: found.result() for name, found in asked.items()}
+
+
+@pytest.fixture
+def ask(scratch: Path) -> Callable[[], Findings]:
+    """What doctor finds now."""
+    lent = os.environ.get("MEGAFLOW_FUSE")
+    return lambda: doctor(f"mount --bind {lent} /dev/fuse" if lent else ":", MEGAFLOW_SCRATCH=str(scratch))
+
+
+def test_a_sound_site(seen: dict[str, Findings]) -> None:
+    sound = seen["sound"]
+    for check in ("accounting", "controller", "srun --mpi", "scratch", "containers"):
+        assert all(f["level"] == "ok" for f in sound[check]), sound[check]
+    assert not os.environ.get("MEGAFLOW_FUSE") or only(sound, "image mount")[0] == "ok"
+    assert partitions(sound).keys() == {"cpu", "gpu", "preempt"}
+    assert all(f["level"] == "ok" for f in sound["partition"])
+
+
+def test_fuse_closed(seen: dict[str, Findings]) -> None:
+    level, found, remedy = only(seen["FUSE closed"], "image mount")
+    assert (level, found) == ("warn", "/dev/fuse is not open to users")
+    assert "ask the site to open /dev/fuse" in remedy
+    assert worse(seen["FUSE closed"], seen["sound"]) <= {"image mount"}
+
+
+def test_pmi_gone(seen: dict[str, Findings]) -> None:
+    level, found, remedy = only(seen["PMI gone"], "srun --mpi")
+    assert level == "FAIL"
+    assert "neither pmi2 nor pmix" in found or "offers none of pmi2, pmix" in found
+    assert "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix" in remedy
+    assert worse(seen["PMI gone"], seen["sound"]) == {"srun --mpi"}
+
+
+def test_scratch_full(seen: dict[str, Findings], scratch: Path) -> None:
+    level, found, remedy = only(seen["scratch full"], "scratch")
+    assert level == "FAIL"
+    assert f"{scratch} on tmpfs: 0 GB" in found
+    assert "it is full" in found
+    assert "megaflow-hpc janitor" in remedy
+    assert only(seen["scratch full"], "apptainer")[::2] == ("warn", "make room on scratch first")
+    assert worse(seen["scratch full"], seen["sound"]) == {"scratch", "apptainer"}
+
+
+def test_slurmdbd_stopped(lab: Lab, seen: dict[str, Findings], ask: Callable[[], Findings]) -> None:
+    lab.kill("slurmdbd")
+    broken = ask()
+    lab.start()
+    level, found, remedy = only(broken, "accounting")
+    assert level == "warn"
+    assert found.startswith("slurmdbd at 127.0.0.1:")
+    assert "does not answer" in found
+    assert "tell the site that slurmdbd is away" in remedy
+    assert worse(broken, seen["sound"]) == {"accounting"}
+
+
+def test_a_partition_down_and_nodes_drained(lab: Lab, seen: dict[str, Findings], ask: Callable[[], Findings]) -> None:
+    lab.slurm("scontrol", "update", "PartitionName=preempt", "State=DOWN")
+    lab.slurm("scontrol", "update", "NodeName=gpu[1-2]", "State=DRAIN", "Reason=GPU fell off the bus")
+    lab.slurm("scontrol", "update", "NodeName=cpu3", "State=DRAIN", "Reason=disk")
+    broken = ask()
+    lab.slurm("scontrol", "update", "PartitionName=preempt", "State=UP")
+    lab.slurm("scontrol", "update", "NodeName=gpu[1-2],cpu3", "State=RESUME")
+    parts = partitions(broken)
+    assert parts["preempt"]["level"] == "warn"
+    assert parts["preempt"]["found"].endswith("it is down: jobs wait in it")
+    assert parts["gpu"]["level"] == "warn"
+    assert parts["gpu"]["found"].endswith("none of them takes jobs (drained: GPU fell off the bus)")
+    assert "another partition" in parts["gpu"]["remedy"]
+    assert parts["cpu"]["level"] == "ok"
+    assert parts["cpu"]["found"].endswith("1 of them take no jobs (drained: disk)")
+    assert worse(broken, seen["sound"]) == {"partition"}
+
+
+def test_a_partition_dropped(lab: Lab, seen: dict[str, Findings], ask: Callable[[], Findings]) -> None:
+    lab.slurm("scontrol", "delete", "PartitionName=cpu")
+    broken = ask()
+    lab.slurm("scontrol", "create", "PartitionName=cpu", "Nodes=cpu[1-4]", "Default=YES", "State=UP")
+    assert "cpu" not in partitions(broken)
+    assert partitions(broken)["none is the default"]["remedy"].startswith("name one in slurm.pods.partition")
+    assert worse(broken, seen["sound"]) == {"partition"}
+
+
+def test_the_controller_gone(lab: Lab, seen: dict[str, Findings], ask: Callable[[], Findings]) -> None:
+    lab.kill("slurmctld")
+    broken = ask()
+    lab.start()
+    level, _, remedy = only(broken, "controller")
+    assert level == "FAIL"
+    assert "scontrol ping" in remedy
+    assert broken["partition"] == [], "that is what is said, and nothing about partitions"
+    assert worse(broken, seen["sound"]) == {"controller"}
