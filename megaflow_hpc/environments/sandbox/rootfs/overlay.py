@@ -6,8 +6,8 @@ It also tries the mount out first, and each unmounting waits until the file syst
 ``volatile`` spares that: a layer need not outlive its node.
 
 The names of its directories stand in the mount table, which every process inside may read, and the kernel takes them
-in one page, with all other options. So it is mounted from a directory of links: ``upper``, ``work``, and one for each
-lower directory, called 0, 1, 2 … from the bottom up.
+in one page, with all other options. So it is mounted from a directory of links: ``upper``, ``work``, and 0, 1, 2 … for
+the lower ones. What lies side by side in the cache has one link together: a link takes longer to make than to follow.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import stat
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 
 MOST_LOWERS = 400
 """Lower directories of one overlay: the kernel takes 500, and what names them has to fit into a page."""
+_LONGEST_NAMES = 3400
+"""Bytes of their names; the rest of the page is for the other options."""
 
 
 class Overlay(NamedTuple):
@@ -118,12 +121,27 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
     links = f"{layer}.links"
     remove_tree(links)
     os.mkdir(links, 0o700)
-    numbers = [str(number) for number in reversed(range(len(lowers)))]
-    own = [("upper", f"{layer}/upper"), ("work", f"{layer}/work")]
-    for name, target in (*zip(numbers, lowers, strict=True), *own):
+    names, targets = _linked(lowers)
+    if sum(map(len, names)) + len(names) > _LONGEST_NAMES or odd(*names):
+        names = [str(number) for number in reversed(range(len(lowers)))]
+        targets = dict(zip(names, lowers, strict=True))
+    for name, target in (targets | {"upper": f"{layer}/upper", "work": f"{layer}/work"}).items():
         os.symlink(target, f"{links}/{name}")
-    options = f"lowerdir={':'.join(numbers)},upperdir=upper,workdir=work,userxattr,volatile"
+    options = f"lowerdir={':'.join(names)},upperdir=upper,workdir=work,userxattr,volatile"
     return Overlay(links, options, merged)
+
+
+def _linked(lowers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Names lower directories by as few links as do, and returns the names with the links: name → target."""
+    places = [os.path.dirname(os.path.dirname(lower)) for lower in lowers]
+    together = Counter(places)
+    links: dict[str, str] = {}
+    names = []
+    for lower, place in zip(lowers, places, strict=True):
+        target = place if together[place] > 1 else lower
+        link = links.setdefault(target, str(len(links)))
+        names.append(link + lower[len(target) :])
+    return names, {link: target for target, link in links.items()}
 
 
 def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:
