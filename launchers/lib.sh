@@ -296,6 +296,8 @@ missing_packages() {
   [[ -z ${1:-} ]] || have newuidmap || echo uidmap
   # Debian splits off what a virtual environment needs.
   python_with_venv || printf '%s\n' python3-venv "$(basename "$(readlink -f "$(find_python)")")-venv"
+  # The kernel's headers, whose numbers of calls the tests compare with.
+  [[ -f /usr/include/asm-generic/unistd.h ]] || echo linux-libc-dev
   # The keys of the Debian archive, where Apptainer comes from, on the systems derived from it.
   [[ -f /usr/share/keyrings/debian-archive-keyring.gpg ]] || echo debian-archive-keyring
   find_python >/dev/null || printf '%s\n' python3.11 python3.11-venv

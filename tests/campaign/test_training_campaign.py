@@ -11,6 +11,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from tests.support.campaigns import Make
+from tests.support.tensors import safetensors
 
 TRAINED = """
 samples: 2
@@ -28,8 +29,9 @@ def test_the_model_that_training_starts_from_is_found_beside_the_campaign_file(
     campaign = make_campaign(1, TRAINED.replace("BASE", "models/base"), agent="nop")
     with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: training.policies.default.base: .*: no config.json"):
         Campaign.from_yaml(campaign).plan(launcher="local")
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json"):
         (base / name).write_text("{}")
+    (base / "model.safetensors").write_bytes(safetensors(b"weights"))
     run = Campaign.from_yaml(campaign).plan(launcher="local")
     training = read_run(RunDir(run.dir.path)).config.training
     assert training

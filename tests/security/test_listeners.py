@@ -174,7 +174,7 @@ async def test_handshakes_that_never_end_leave_room_for_calls(tmp_path: Path, sa
                     connections.close()
                     answer = await connections.post(
                         f"https://127.0.0.1:{proxy.port}/v1/chat/completions",
-                        json.dumps(BODY).encode(),
+                        [json.dumps(BODY).encode()],
                         key=proxy.key,
                         fingerprint=fingerprint,
                         timeout_s=60,
