@@ -1,4 +1,4 @@
-"""Jobs whose programs come from what sites have: environment modules."""
+"""Jobs whose programs come from what sites have: environment modules, and a relocatable prefix as conda makes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ from megaflow_hpc.types import AgentResult
 
 class Tells:
     async def run(self, task, sandbox, model):
-        names = ("LOADEDMODULES", "SITE_LICENCE")
+        names = ("LOADEDMODULES", "SITE_LICENCE", "CONDA_PREFIX")
         said = {name: os.environ.get(name) for name in names}
         said |= {"python": sys.executable, "tool": shutil.which("site-tool")}
         return AgentResult(messages=[{"role": "assistant", "content": json.dumps(said)}])
@@ -36,6 +38,13 @@ MODULE = """\
 prepend-path PATH {place}/bin
 setenv SITE_LICENCE 1717@licences
 """
+
+ACTIVATE = """\
+export CONDA_PREFIX=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PATH="$CONDA_PREFIX/bin:$PATH"
+for hook in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do . "$hook"; done
+"""
+"""What ``bin/activate`` of an environment that conda-pack has packed does."""
 
 
 def tool(place: Path) -> Path:
@@ -98,3 +107,29 @@ def test_jobs_load_modules_and_the_interpreter_is_the_one_that_a_module_gave(
     assert seen["LOADEDMODULES"].split(":")[-1] == "site/2.1"
     assert (seen["SITE_LICENCE"], seen["tool"]) == ("1717@licences", str(program))
     assert seen["python"].startswith(f"{sys.prefix}/bin/python")
+
+
+def test_jobs_run_in_a_relocated_prefix_with_hooks_as_conda_has_them(make_campaign: Make, tmp_path: Path) -> None:
+    made, prefix = tmp_path / "made", tmp_path / "env"
+    venv.create(made, with_pip=False)
+    packages = made / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    paths = [os.environ.get("PYTHONPATH", ""), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    (packages / "ours.pth").write_text("\n".join(dict.fromkeys(filter(None, paths))) + "\n")
+    for entry in Path(sys.prefix, "lib").iterdir():  # MPI and what it needs, which lie there in conda's too
+        if not entry.name.startswith("python"):
+            (made / "lib" / entry.name).symlink_to(entry)
+    hooks = made / "etc" / "conda" / "activate.d"
+    hooks.mkdir(parents=True)
+    (made / "conda-meta").mkdir()
+    (hooks / "licence.sh").write_text('export SITE_LICENCE="$CONDA_PREFIX/licence"\n')
+    (made / "bin" / "activate").write_text(ACTIVATE)
+    tool(made)
+    made.rename(prefix)
+    shell = f"""
+        set +u; . {prefix}/bin/activate
+        python -m megaflow_hpc run "$1" --run-dir "$2" >&2
+    """
+    seen, _ = told(make_campaign, tmp_path, [f". {prefix}/bin/activate"], shell)
+    assert seen["python"] == f"{prefix}/bin/python"
+    assert seen["CONDA_PREFIX"] == str(prefix)
+    assert (seen["SITE_LICENCE"], seen["tool"]) == (f"{prefix}/licence", f"{prefix}/bin/site-tool")
