@@ -61,7 +61,7 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
         return seconds(options["time"])
     defaults = site.default_times()
     found = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
-    if most := limits.longest_walltime(options):  # Slurm cuts what it gives unasked to that
+    if most := limits.longest_walltime(options):  # with a longer default of the partition's Slurm starts nothing
         found.append(seconds(most[0]))
     return min((time for time in found if time is not None), default=None)
 
