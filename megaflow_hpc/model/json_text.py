@@ -15,9 +15,11 @@ import asyncio
 import json
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -43,7 +45,8 @@ _EVERY = 4
 _PAUSE_S = 5e-5
 """Pause after every fourth window: long enough for a loop that waits for the lock to get it."""
 _HIGH = re.compile(rb"\\u[dD][89abAB]..")
-_thread = ThreadPoolExecutor(1, "large-requests")
+_here = threading.local()
+_thread = ThreadPoolExecutor(1, "large-requests", initializer=partial(setattr, _here, "aside", True))
 
 
 class TooMuch(ValueError):
@@ -131,9 +134,15 @@ def encoded(value: Any, *, sort_keys: bool = False) -> list[bytes]:
         for start in range(0, len(text), _SLICE):
             piece = text[start : start + _SLICE]
             whole.append(packed(piece)[1:-1])
-            time.sleep(_PAUSE_S)
+            _give_way()
         whole.append(part)
     return whole
+
+
+def _give_way() -> None:
+    """Lets the event loop have the interpreter's lock; on the loop itself nobody would be served by a pause."""
+    if getattr(_here, "aside", False):
+        time.sleep(_PAUSE_S)
 
 
 def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[int, int, bytes]]:
@@ -155,7 +164,7 @@ def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[in
         yield start, end, hidden
         start, number = end, number + 1
         if number % _EVERY == 0:
-            time.sleep(_PAUSE_S)
+            _give_way()
 
 
 def _long_texts(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:

@@ -1,17 +1,4 @@
-"""The model gateway beside LiteLLM's proxy and vllm-router: what it adds to a call, and how many calls it takes.
-
-Engine, gateway (or peer) and load generator are a process each. The engine answers after a fixed time from memory and
-takes 40 µs of CPU for a call; 64 clients keep one call in flight each. The gateway asks it for token ids and
-log-probabilities, records them, and compares every recorded id with what the engine sampled; peers and the direct calls
-ask for the text alone, which is to their advantage. Latency added is the median (or 99th percentile) of the calls
-through the gateway less that of the direct calls of the same round.
-
-Rounds go through direct, gateway and peers in turn, so that a busy machine is busy for all. CPU time of a call does not
-depend on what else runs nearly as much as the rest: it stands beside.
-
-With --conversations random agents of every dialect hold conversations with tools over a scripted engine, and what was
-recorded is compared with what the engine sampled.
-"""
+"""What ``bench gateway`` measures, and how; ``megaflow_hpc/bench/gateway.py`` says what it is."""
 
 from __future__ import annotations
 

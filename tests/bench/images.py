@@ -1,10 +1,4 @@
-"""Images: what is copied when a node runs far more images than it has room for.
-
-Small but real images (Apptainer built the first; the others differ in content and digest) lie in a store. Ranks, one
-process each, lease them in the order in which the scheduler of a pod starts their rollouts, and stage ahead in that
-order, into one cache that may take a tenth of all. A perfect order reads every image once. The rollouts themselves are
-simulated: each holds its image for some milliseconds.
-"""
+"""What ``bench images`` measures, and how; ``megaflow_hpc/bench/images.py`` says what it is."""
 
 from __future__ import annotations
 
