@@ -144,7 +144,8 @@ def test_every_interleaving_keeps_every_rollout_once(scene: str) -> None:
     make, ends, epochs = SCENES[scene]
     model = make().explore()
     print(f"{scene}: {model.states} states")
-    assert model.states > 500  # paths that lead to the same are one
+    # Paths that lead to the same are one: the scene of a single block and one adder is the smallest.
+    assert model.states > (500 if scene == "adding while the last pod finishes" else 1000)
     assert model.ends >= ends  # that it was met at all: a model in which nothing happens proves nothing
     assert model.epochs == epochs
 

@@ -1,4 +1,4 @@
-"""The short form of launchers/learn: six steps in which a tiny model learns, by real vLLM, sandboxes and trainer."""
+"""The short form of launchers/learn: ten steps in which a tiny model learns, by real vLLM, sandboxes and trainer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FOLDER = LAUNCHERS / "learning"
-STEPS = 6
-END = re.compile(r"reward: (0\.\d{3}) -> (0\.\d{3}) seed 0 steps 6 seconds \d+ results (/.*)")
+STEPS = 10
+END = re.compile(r"reward: (0\.\d{3}) -> (0\.\d{3}) seed 0 steps 10 seconds \d+ results (/.*)")
 
 
 def words(folder: Path, *more: str) -> list[str]:
