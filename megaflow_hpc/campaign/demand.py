@@ -20,7 +20,7 @@ from megaflow_hpc.slurm.arrays import (
     server_jobs,
     trainer_jobs,
 )
-from megaflow_hpc.slurm.fits import refusals
+from megaflow_hpc.slurm.fits import refusals, timed
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
@@ -134,7 +134,7 @@ def foretell(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
     cpus = min((cpus for group in groups if (cpus := cpus_per_gpu(config, run, group))), default=None)
-    return script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus)
+    return timed(script.together_job(config, run, [group.gpus for group in groups for _ in range(group.count)], cpus))
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:

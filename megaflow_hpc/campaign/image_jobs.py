@@ -31,6 +31,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, limits, site
+from megaflow_hpc.slurm.fits import timed
 from megaflow_hpc.slurm.ids import scancel
 from megaflow_hpc.slurm.script import IMAGES, images_job
 from megaflow_hpc.texts import printable
@@ -204,7 +205,8 @@ class ImageJobs:
         batch.write([*site_environment(self._slurm.setup), f"export {VARIABLE}={shlex.quote(stores)}"])
         throttle = min(filter(None, (self._slurm.builds.throttle, allowed.running, elements)))
         try:
-            handles = submit(run, images_job(self._slurm, run, elements, None if throttle == elements else throttle))
+            job = images_job(self._slurm, run, elements, None if throttle == elements else throttle)
+            handles = submit(run, timed(job))
         except BaseException:  # Ctrl-C may come when sbatch has queued it and not yet said so
             with suppress(SiteError):
                 if array := self._queued().get(run.path.name):

@@ -61,7 +61,7 @@ class PodsConfig(Section):
     mem_gb: float | None = Field(None, gt=0)
     """Memory of each node in GB (10^9 bytes), shared by its ranks. Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
     throttle: int | None = Field(None, ge=1)
     """Maximum number of elements of one array that run at once. Default: no limit."""
     pools: tuple[PodPoolConfig, ...] = ()
@@ -103,7 +103,7 @@ class ServersConfig(Section):
     mem_gb: float | None = Field(None, gt=0)
     """Memory of each server on each of its nodes in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 
@@ -142,7 +142,7 @@ class BuildsConfig(Section):
     mem_gb: float | None = Field(None, gt=0)
     """Memory of each element in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 
@@ -163,7 +163,7 @@ class TrainerConfig(Section):
     mem_gb: float | None = Field(None, gt=0)
     """Memory on each node in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
     requeues: int = Field(20, ge=0)
     """Maximum number of requeues in a row that committed no step. Default: 20."""
     share: Literal["none", "sleep"] = "none"

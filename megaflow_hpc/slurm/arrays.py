@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +26,8 @@ from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
-from megaflow_hpc.slurm import fits, script, site
+from megaflow_hpc.slurm import script, site
+from megaflow_hpc.slurm.fits import timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, on, scancel
 from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
 from megaflow_hpc.slurm.resources import Amounts, asked, at_once, impossible
@@ -44,7 +44,8 @@ def server_jobs(
     for group in groups:
         first, largest, cpus = group.first, allowed.array_size - 1, cpus_per_gpu(config, run, group)
         for size in chunks(group.count, allowed.array_size):
-            yield server_job(config, run, size, group.gpus, first, largest, group.held, group.nodes, cpus)
+            job = server_job(config, run, size, group.gpus, first, largest, group.held, group.nodes, cpus)
+            yield timed(job)
             first += size
 
 
@@ -70,7 +71,7 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
         cpus = _share(said, lambda n: trainer_job(config, run, "any", n))
     for policy in config.training.policies if config.training else ():
         if policies is None or policy in policies:
-            yield trainer_job(config, run, policy, cpus)
+            yield timed(trainer_job(config, run, policy, cpus))
 
 
 def _share(said: Collection[str], job: Callable[[int | None], Job]) -> int | None:
@@ -95,15 +96,7 @@ GATHER_S = 3600.0
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
     """Returns the gather job; one that states no walltime gets an hour, or as much of it as the site allows."""
-    job = script.gather_job(config, run, dependency, servers)
-    options = {option_name(name): value for name, value in job.options.items() if value is not None}
-    if not {"time", "t"}.isdisjoint(options):
-        return job
-    most = GATHER_S
-    if site.has_slurm():
-        with contextlib.suppress(SiteError):  # nobody to ask; sbatch will say
-            most = min(most, fits.longest_s(options))
-    return replace(job, options={**job.options, "time": str(max(1, int(most // 60)))})
+    return timed(script.gather_job(config, run, dependency, servers), GATHER_S)
 
 
 def pod_jobs(
@@ -137,7 +130,7 @@ def pod_jobs(
         throttle = max(1, min(most)) if most else None
         for elements in sizes:
             share = None if throttle is None or throttle >= pods.here else max(1, throttle // len(sizes))
-            yield pod_job(config, run, elements, dependency, pool, share)
+            yield timed(pod_job(config, run, elements, dependency, pool, share))
 
 
 def pod_jobs_elsewhere(

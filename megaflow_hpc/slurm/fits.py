@@ -1,4 +1,5 @@
-"""Whether a partition can ever run a job: the walltime it allows, its number of nodes, and what one node has.
+"""Whether a partition can ever run a job: the walltime it allows, its number of nodes, and what one node has; and the
+walltime of jobs for which nobody names one.
 
 Slurm takes such a job and lets it wait for ever (PartitionTimeLimit, PartitionConfig), or refuses it without saying
 which key of the campaign file it means; here the key and the limit are named.
@@ -6,12 +7,15 @@ which key of the campaign file it means; here the key and the limit are named.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.slurm import limits, resources, site
+from megaflow_hpc.slurm.script import Job, option_name
 from megaflow_hpc.slurm.site import Partition
 
 
@@ -52,18 +56,54 @@ def _default(known: Mapping[str, Partition]) -> list[Partition]:
     return [partition for partition in known.values() if partition.default]
 
 
+def timed(job: Job, unasked_s: float | None = None) -> Job:
+    """Returns a job with the walltime that it asks for (:func:`asked_time`); engines beside a pod have the pod's.
+
+    A job at another cluster, whose limits are not known here, stays as it is.
+    """
+    options = {option_name(name): value for name, value in job.options.items() if value is not None}
+    if job.cluster or not {"time", "t"}.isdisjoint(options):
+        return job
+    parts = [options, *(options | {option_name(n): v for n, v in engine.items()} for engine in job.engines)]
+    times = [time for part in parts if (time := asked_time(part, unasked_s)) is not None]
+    return replace(job, options={**job.options, "time": min(times, key=int)}) if times else job
+
+
+def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> str | None:
+    """Returns the walltime that a job with these options asks for, in Slurm's form; ``None``: for none at all.
+
+    What the options name; else nothing where the partition's default fits, and the longest that partition, account and
+    QOS allow where it does not: Slurm refuses such a job (DenyOnLimit), or holds it for ever.
+
+    Args:
+        unasked_s: Seconds to ask for in place of the partition's default.
+    """
+    if said := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
+        return said[0]
+    wanted_s, longest = unasked_s, math.inf
+    if site.has_slurm():
+        with contextlib.suppress(SiteError):  # nobody to ask; sbatch will say
+            longest = longest_s(options)
+            wanted_s = max(_defaults_s(options), default=None) if unasked_s is None else unasked_s
+    if wanted_s is None or (unasked_s is None and wanted_s <= longest):
+        return None
+    return str(max(1, int(min(wanted_s, longest) // 60)))
+
+
 def walltime_s(options: Mapping[str, Any]) -> float | None:
     """Returns the seconds that a job with these options gets: what it asks for, else the partition's default.
 
     ``None`` where nobody knows; infinity where there is no limit.
     """
-    if options.get("time") is not None:
-        return seconds(options["time"])
+    asked = asked_time(options)
+    return min(_defaults_s(options), default=None) if asked is None else seconds(asked)
+
+
+def _defaults_s(options: Mapping[str, Any]) -> list[float]:
+    """What a job gets unasked in each of the partitions that it names, where that is known."""
     defaults = site.default_times()
     found = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
-    if most := limits.longest_walltime(options):  # with a longer default of the partition's Slurm starts nothing
-        found.append(seconds(most[0]))
-    return min((time for time in found if time is not None), default=None)
+    return [time for time in found if time is not None]
 
 
 def longest_s(options: Mapping[str, Any]) -> float:
@@ -126,7 +166,6 @@ def _may_exceed(options: Mapping[str, Any]) -> bool:
     if not options.get("qos"):
         return False
     try:
-        flags = site.sacctmgr("qos", str(options["qos"]), "format=flags")
+        return "PartitionTimeLimit" in limits.qos(str(options["qos"])).get("flags", "")
     except SiteError:
         return True  # nobody can tell; Slurm will say
-    return "PartitionTimeLimit" in flags

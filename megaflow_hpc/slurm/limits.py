@@ -117,7 +117,7 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
     account = _association(user, options)
     own = str(options.get("qos") or account["qos"])
     names = [*sorted(site.partition_qos(str(options.get("partition") or "")) - {own}), own]
-    return [*((f"QOS {name}", _qos(name)) for name in names if name), (f"account {account['account']}", account)]
+    return [*((f"QOS {name}", qos(name)) for name in names if name), (f"account {account['account']}", account)]
 
 
 def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
@@ -140,11 +140,15 @@ _QOS_JOBS = ("maxjobspu", "maxsubmitpu", "maxjobspa", "maxsubmitpa", "grpjobs", 
 _JOBS = ("maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
 
 
-def _qos(name: str) -> dict[str, str]:
-    """A QOS' limits by sacctmgr's names; none where there is no such QOS."""
-    fields = (*_QOS_JOBS, *resources.LIMITS, "maxwall")
-    output = site.sacctmgr("qos", name, f"format={','.join(fields)}")
-    return dict(zip(fields, output.splitlines()[0].split("|"), strict=True)) if output.strip() else {}
+def qos(name: str) -> dict[str, str]:
+    """Returns a QOS' limits and flags by sacctmgr's names; none where there is no such QOS.
+
+    Raises:
+        SiteError: There is no accounting, or it does not answer.
+    """
+    fields = ("name", "flags", *_QOS_JOBS, *resources.LIMITS, "maxwall")
+    rows = (line.split("|") for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines())  # all at once
+    return next((dict(zip(fields, row, strict=True)) for row in rows if row[0] == name), {})
 
 
 def _read(row: Mapping[str, str], name: str) -> list[Limit]:

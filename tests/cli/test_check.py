@@ -156,19 +156,19 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
         ):
             assert f"{campaign}:{line}" in done.stderr, done.stderr
     write_program(slurm / "scontrol", f"printf %s {shlex.quote(CONFIGURATION.replace('= none', '= limits'))}")
-    assoc = "case $* in *assoc*) echo 'lab|ml|me||||||||2:00:00|normal';; *) echo '||||||||||0:50:00';; esac"
+    assoc = "case $* in *assoc*) echo 'lab|ml|me||||||||2:00:00|normal';; *) echo 'normal||||||||||||0:50:00';; esac"
     write_program(slurm / "sacctmgr", assoc)
     site.configuration.cache_clear()
     campaign.write_text(f"{right}slurm: {{pods: {{time: 60}}, gather: {{time: 30}}}}\n")
     assert megaflow("check", campaign).stderr == (
         f"{campaign}:5: slurm.pods.time: 60 is longer than QOS normal allows (MaxWall 0:50:00); ask for less\n"
     )
-    # Where the file says nothing, the gather job's hour is what that QOS allows.
-    campaign.write_text(f"{right}slurm: {{pods: {{time: 40}}}}\n")
+    # Where the file says nothing, the partition's day and the gather job's hour are what that QOS allows.
+    campaign.write_text(right)
     done = megaflow("submit", campaign, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     times = {name: re.findall("--time=(.+)", text) for name, text in json.loads(done.stdout)["scripts"].items()}
-    assert [time for name, time in times.items() if "gather" in name] == [["50"]], times
+    assert times == {"pods-0": ["50"], "gather-1": ["50"]}
     write_program(slurm / "sacctmgr", "exit 1")
     campaign.write_text(right)
     done = megaflow("submit", campaign)
@@ -393,7 +393,8 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     campaign: Path, slurm: Path, megaflow: Megaflow, tmp_path: Path
 ) -> None:
     write_program(
-        slurm / "sacctmgr", "case $* in *assoc*) echo 'lab|ml|me||||2|4||||normal';; *) echo '||||||||||';; esac"
+        slurm / "sacctmgr",
+        "case $* in *assoc*) echo 'lab|ml|me||||2|4||||normal';; *) echo 'normal||||||||||||';; esac",
     )
     write_program(
         slurm / "scontrol",

@@ -224,21 +224,35 @@ def test_usage_is_what_sacct_counts(make_campaign: Make) -> None:
     assert usage["idle_core_seconds"] < usage["core_seconds"] - worked + 1
 
 
-def test_the_default_time_of_gather_fits_what_a_qos_allows(make_campaign: Make) -> None:
-    """Ten minutes of the QOS ``brief``: less than gather's hour and than the partition's default."""
+def test_jobs_without_a_time_ask_for_what_a_qos_allows(make_campaign: Make, tmp_path: Path) -> None:
+    """Ten minutes of the QOS ``brief``, which refuses more: less than the partitions' hour, and than gather's."""
     slurm("sacctmgr", "-i", "add", "qos", "brief", "MaxWall=10", "Flags=DenyOnLimit")
     slurm("sacctmgr", "-i", "modify", "user", USER, "set", "qos+=brief")
+    (tmp_path / "answers.yaml").write_text('default: ["42"]\n')
+    model = "model: {engine: scripted, script: answers.yaml, gpus: 0}\n"
+    section = pods(count=1).replace(", time: 10", "") + "  servers: {partition: gpu, extra: {mem: 400M}}\n"
+    brief = "  extra: {qos: brief}\n"
     try:
-        section = pods(count=1, time=5) + "  extra: {qos: brief, hold: true}\n"
-        campaign = make_campaign(1, section)
+        campaign = make_campaign(1, section + brief, agent="oracle")
+        right = campaign.read_text()
         assert walltime_s({"partition": "cpu", "qos": "brief"}) == 600.0
+        done = cli("run", campaign, "--json")
+        assert done.returncode == 0, done.stderr
+        run = Run(json.loads(done.stdout)["run"])
+        assert list(rows(run.path).values()) == [("completed", 1)]
+        jobs = ",".join(run.job_ids())
+        limits = slurm("sacct", "-nXP", "-j", jobs, "-o", "JobIDRaw,Timelimit").splitlines()
+        assert [limit.split("|")[1] for limit in limits] == ["00:10:00"] * 2, limits
+
+        held = "  together: true\n" + brief.replace("}", ", hold: true}") + model
+        campaign.write_text(right.replace(brief, held))
         run = Run(json.loads(cli("submit", campaign, "--json").stdout)["run"])
         try:
-            limit = job(run.job_ids("gather")[0])["TimeLimit"]
+            [one] = run.job_ids("pods")
+            assert slurm("squeue", "-h", "-j", one, "-o", "%i %l").split() == [f"{one}+0", "10:00", f"{one}+1", "10:00"]
         finally:
             run.cancel()
-        assert limit == "00:10:00"
-        campaign.write_text(campaign.read_text().replace("  extra: {qos", "  gather: {time: 60}\n  extra: {qos"))
+        campaign.write_text(right.replace(brief, f"  gather: {{time: 60}}\n{brief}"))
         refused = cli("check", campaign)
         assert refused.returncode == 3
         assert "slurm.gather.time: 60 is longer than QOS brief allows (MaxWall 00:10:00)" in refused.stderr

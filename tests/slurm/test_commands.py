@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.campaign import demand
 from megaflow_hpc.cli import doctor
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import mpi
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import accounting, arrays, ids, limits, reasons, site
+from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, reasons, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.efficiency import SETTLED_S, Use, efficiencies
@@ -30,7 +31,8 @@ MaxArraySize            = 501
 
 Slurmctld(primary) at head is UP
 """
-QOS_FIELDS = "maxjobspu,maxsubmitpu,maxjobspa,maxsubmitpa,grpjobs,grpsubmit,maxtres,maxtrespu,maxtrespa,grptres,maxwall"
+QOS = "name,flags,maxjobspu,maxsubmitpu,maxjobspa,maxsubmitpa,grpjobs,grpsubmit,maxtres,maxtrespu,maxtrespa,grptres"
+QOS += ",maxwall"
 Print = Callable[..., Path]
 
 
@@ -234,7 +236,7 @@ def test_engines_ask_for_their_part_of_a_nodes_cpus_unless_the_site_gives_them_s
 
 
 def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: Print, tmp_path: Path) -> None:
-    site_with_limits(prints, assoc="lab|proj|ada||10|50||||cpu=64||normal\n", qos="||||||||||\n")
+    site_with_limits(prints, assoc="lab|proj|ada||10|50||||cpu=64||normal\n", qos="normal||||||||||||\n")
     for name in ("sbatch", "srun"):
         prints(name)
     group, run = ServerGroup(0, 1, 2), RunDir(tmp_path)
@@ -254,7 +256,7 @@ def test_servers_ask_for_what_the_campaign_says_or_their_part_of_a_node(prints: 
 
 
 def test_servers_ask_for_no_cpus_that_a_limit_would_refuse(prints: Print, tmp_path: Path) -> None:
-    site_with_limits(prints, assoc="lab|proj|ada||10|50|||cpu=8|||normal\n", qos="||||||||||\n")
+    site_with_limits(prints, assoc="lab|proj|ada||10|50|||cpu=8|||normal\n", qos="normal||||||||||||\n")
     for name in ("sbatch", "srun"):
         prints(name)
     wanted = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"servers": {"partition": "gpu"}}})
@@ -308,20 +310,17 @@ def test_the_mpi_of_this_interpreter_says_what_it_is() -> None:
     assert mpi.mpi_library().startswith("MPICH Version")
 
 
-def site_with_limits(prints: Print, assoc: str, qos: str, queued: str = "") -> None:
-    prints("scontrol", CONFIGURATION)
-    prints("sacctmgr")  # one program for both questions
-    script = Path(prints("sacctmgr")).parent / "bin" / "sacctmgr"
-    script.write_text(
-        f"#!/bin/sh\ncase $* in *assoc*) printf %s {shlex.quote(assoc)};; *) printf %s {shlex.quote(qos)};; esac\n"
-    )
+def site_with_limits(prints: Print, assoc: str, qos: str, queued: str = "", shown: str = "") -> Path:
+    """A site of these associations, QOS, jobs and partitions (scontrol); the file of what sacctmgr is asked."""
+    assert {len(line.split("|")) for line in qos.splitlines()} == {len(QOS.split(","))}
+    prints("scontrol", CONFIGURATION, otherwise=("*partition*", shown))
     prints("squeue", queued)
     prints("sinfo", SINFO)
+    return prints("sacctmgr", qos, otherwise=("*assoc*", assoc))
 
 
 def test_the_narrowest_limit_on_submission_leaves_the_room(prints: Print) -> None:
-    qos = "|20||||||gres/gpu=4|||\n"
-    assert len(QOS_FIELDS.split(",")) == len(qos.split("|"))
+    qos = "normal|||20||||||gres/gpu=4|||\nfew||1|1|||||||||\n"
     site_with_limits(
         prints,
         assoc="other|proj|ada||1|1||||cpu=1||normal\nlab|proj|ada||10|50|||cpu=32|cpu=64||normal\n",
@@ -383,3 +382,64 @@ def test_without_slurm_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SiteError, match="squeue: not found; load the site's Slurm module, or use --launcher local"):
         accounting.live_jobs(["7"])
+
+
+ASSOC = "lab|proj|ada|||||||||normal\nlab|short|ada||||||||20:00|normal\n"
+NORMAL_AND_BRIEF = "normal||||||||||||\nbrief|DenyOnLimit|||||||||||00:10:00\nlong||||||||||||2-00:00:00\n"
+
+
+def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_default_is_more(
+    prints: Print, tmp_path: Path
+) -> None:
+    shown = "PartitionName=cpu AllowGroups=ALL DefaultTime=01:00:00 QoS=N/A\n"
+    shown += "PartitionName=gpu AllowGroups=ALL DefaultTime=NONE QoS=N/A\n"
+    asked = site_with_limits(prints, assoc=ASSOC, qos=NORMAL_AND_BRIEF, shown=shown)
+    for name in ("sbatch", "srun"):
+        prints(name)
+    model = {"engine": "vllm", "path": "m", "gpus": 1}
+    pools = [{"time": 5}, {"extra": {"qos": "brief"}}, {"extra": {"qos": "long"}}, {"account": "short"}]
+    wanted = {
+        "name": "x", "tasks": "t", "agent": "mini-swe", "samples": 4, "model": model,
+        "training": {"policies": {"default": {}}},
+        "slurm": {
+            "account": "proj",
+            "pods": {"partition": "cpu", "pools": [*pools, {"partition": "cpu,gpu"}, {"cluster": "other"}]},
+            "servers": {"partition": "gpu", "extra": {"qos": "long"}},
+            "trainer": {"extra": {"qos": "brief"}},
+            "gather": {"extra": {"qos": "brief"}},
+            "builds": {"extra": {"qos": "brief"}},
+        },
+    }  # fmt: skip
+    campaign, run = config.parse(wanted), RunDir(tmp_path)
+    groups = [ServerGroup(0, 1, 1)]
+
+    def times(campaign: config.CampaignConfig) -> dict[str, list[object]]:
+        found: dict[str, list[object]] = {}
+        for job in [
+            *arrays.pod_jobs(campaign, run, limits.Allowance()),
+            *arrays.pod_jobs_elsewhere(campaign, run, lambda cluster: 10),
+            *arrays.server_jobs(campaign, run, groups, limits.Allowance()),
+            *arrays.trainer_jobs(campaign, run),
+            arrays.gather_job(campaign, run, "afterany:7"),
+            fits.timed(script.images_job(campaign.slurm, run, 1)),
+        ]:
+            found.setdefault(job.role, []).append(job.options["time"])
+        return found
+
+    assert times(campaign) == {
+        # cpu gives an hour by default, gpu what it allows: all that there is.
+        "pods": [None, "5", "10", None, "20", None, None],
+        "servers": ["2880"],
+        "trainer": ["10"],
+        "gather": ["10"],
+        "images": ["10"],
+    }
+    assert len(asked.read_text().splitlines()) == 2, "all associations at once, and all QOS"
+    one = campaign.model_copy(update={"slurm": campaign.slurm.model_copy(update={"together": True})})
+    assert demand.together(one, run, groups).options["time"] == "2880", "that of its engines"
+    prints("sacctmgr", status=1, said="sacctmgr: error: Connection refused\n")
+    site._sacctmgr.cache_clear()
+    assert times(campaign)["pods"] == [None, "5", None, None, None, None, None], "nobody says what is allowed"
+    prints("sinfo", status=1, said="Unable to contact slurm controller\n")
+    site.partitions.cache_clear()
+    assert times(campaign)["gather"] == ["60"]
