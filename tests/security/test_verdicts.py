@@ -33,6 +33,7 @@ from megaflow_hpc.types import Rollout
 from tests.support.archives import hostile
 from tests.support.harbor_tasks import write_files
 from tests.support.samples import trajectory
+from tests.support.waiting import some_at_a_time
 
 TOML = """\
 version = "1.0"
@@ -135,10 +136,8 @@ def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajecto
                 (place / "solution" / "evil.tar").write_bytes(hostile().get(name.partition(": ")[2], b""))
             tasks[name] = read_harbor_task(path)
 
-        most = None if "steps" in toml else 3  # a step of several may need a second sandbox beside its own
-
         async def main() -> dict[str, Trajectory]:
-            async with ApptainerProvider(tmp_path / "scratch", max_sandboxes=most) as provider:
+            async with ApptainerProvider(tmp_path / "scratch") as provider:
                 policies = {"default": Policy(agent=AgentConfig(name="oracle"))}
                 services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
 
@@ -146,8 +145,8 @@ def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajecto
                     rollout = Rollout(tasks[name].id, "default", 0, "oracle")
                     return (await run_attempt(services, rollout, tasks[name], 0)).trajectory
 
-                done = await asyncio.gather(*(one(number, name) for number, name in enumerate(tasks)))
-                return dict(zip(tasks, done, strict=True))
+                running = [one(number, name) for number, name in enumerate(tasks)]
+                return dict(zip(tasks, await asyncio.gather(*some_at_a_time(3, running)), strict=True))
 
         found = asyncio.run(main())
         assert os.listdir(tmp_path / "scratch" / "owners") == []

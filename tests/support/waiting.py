@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> None:
@@ -28,3 +31,14 @@ async def until_async(condition: Callable[[], object], what: str, timeout_s: flo
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
         await asyncio.sleep(0.005)
+
+
+def some_at_a_time(number: int, works: Iterable[Awaitable[T]]) -> list[Awaitable[T]]:
+    """The same works, of which ``number`` go on at once when all are awaited together."""
+    turns = asyncio.Semaphore(number)
+
+    async def one(work: Awaitable[T]) -> T:
+        async with turns:
+            return await work
+
+    return [one(work) for work in works]

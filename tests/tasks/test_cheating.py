@@ -29,6 +29,7 @@ from megaflow_hpc.tasks.harbor.verifier import check_fresh
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
 from tests.support.harbor_tasks import write_task
+from tests.support.waiting import some_at_a_time
 
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n[verifier]\ntimeout_sec = 600\n'
 TEST = "if grep -q 42 answer 2>/dev/null; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
@@ -132,13 +133,13 @@ def side_by_side(rootfs: str, scratch: Path, tmp_path_factory: pytest.TempPathFa
     cases += [(hole, agent, PYTHON_TEST, True) for hole, agent in PYTHON_HOLES.items()]
 
     async def main() -> list[Verdict | BaseException]:
-        async with ApptainerProvider(scratch, max_sandboxes=4) as provider:
+        async with ApptainerProvider(scratch) as provider:
             running = []
             for _, agent, test, fresh in cases:
                 task = write(tmp_path_factory.mktemp("hole"), test)
                 spec = SandboxSpec(rootfs, workdir=task.workdir)
                 running.append(verdict_of(provider, spec, task, agent, fresh))
-            return await asyncio.gather(*running, return_exceptions=True)
+            return await asyncio.gather(*some_at_a_time(4, running), return_exceptions=True)
 
     found = dict(zip((hole for hole, _, _, _ in cases), asyncio.run(main()), strict=True))
 

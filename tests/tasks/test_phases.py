@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.steps import combine, may_continue, steps_of
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.tasks.validation import Validation, validate
-from megaflow_hpc.types import Task, Verdict
+from megaflow_hpc.types import Sandbox, Task, Verdict
 from tests.support.harbor_tasks import SEPARATE, STEPS, resolve_images, write_files, write_steps
 
 
@@ -131,7 +132,7 @@ pathlib.Path("/logs/verifier/reward.txt").write_text(str(int(ok)))
 
 def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **context: Any) -> Verdict:
     async def main() -> Verdict:
-        async with ApptainerProvider(scratch, max_sandboxes=1) as provider:
+        async with ApptainerProvider(scratch) as provider:
 
             def spec(task: Task) -> SandboxSpec:
                 return SandboxSpec(images[task.image], workdir=task.workdir, env=task.env)
@@ -139,9 +140,12 @@ def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **
             async with await provider.start(spec(task)) as sandbox:
                 await prepare(task, sandbox)
                 await sandbox.exec(agent, timeout_s=600)
-                return await verify(
-                    task, sandbox, VerificationContext(start=lambda other: provider.start(spec(other)), **context)
-                )
+
+                async def start(other: Task) -> Sandbox:
+                    assert not os.path.exists(sandbox.directory), "a rollout holds no second place beside its own"
+                    return await provider.start(spec(other))
+
+                return await verify(task, sandbox, VerificationContext(start=start, **context))
 
     return asyncio.run(main())
 

@@ -44,7 +44,6 @@ class ApptainerProvider:
     Args:
         scratch: local directory for writable layers; default :func:`default_scratch`.
         cache: where images are unpacked, shared by all processes of the node; default ``SCRATCH/cache``.
-        max_sandboxes: :meth:`start` waits while so many live; ``None``: no bound.
         start_timeout_s: a container that is not ready by then has failed. Staging is not counted.
     """
 
@@ -52,7 +51,6 @@ class ApptainerProvider:
         self,
         scratch: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
-        max_sandboxes: int | None = None,
         *,
         start_timeout_s: float = 60.0,
         output_limit: int = OUTPUT_LIMIT,
@@ -70,7 +68,6 @@ class ApptainerProvider:
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._gateway_by: Way | None = None
-        self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
         self._kind = kind_of(file_system(self.scratch))
         cached = ImageCache(self.cache, self.apptainer)
         self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
@@ -105,16 +102,9 @@ class ApptainerProvider:
         spec.check()
         if self._closed:
             raise SandboxError("the provider is closed")
-        if self._bound is not None:
-            await self._bound.acquire()
-        try:
-            sandbox = await self._standby.take(spec) if spec.mode == "persistent" and snapshot is None else None
-            if sandbox is None:
-                sandbox = await self._start(spec, snapshot, access)
-        except BaseException:
-            if self._bound is not None:
-                self._bound.release()
-            raise
+        sandbox = await self._standby.take(spec) if spec.mode == "persistent" and snapshot is None else None
+        if sandbox is None:
+            sandbox = await self._start(spec, snapshot, access)
         self._sandboxes[sandbox] = spec
         self._standby.began(spec)
         if self._closed:
@@ -197,11 +187,8 @@ class ApptainerProvider:
 
     def _ended(self, sandbox: ApptainerSandbox) -> None:
         spec = self._sandboxes.pop(sandbox, None)
-        if spec is None:  # it stood by
-            return
-        self._standby.ended(spec)
-        if self._bound is not None:
-            self._bound.release()
+        if spec is not None:  # else it stood by
+            self._standby.ended(spec)
 
     async def close(self) -> None:
         """Stops every sandbox that is left. Idempotent."""

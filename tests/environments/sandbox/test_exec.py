@@ -17,7 +17,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult
 from tests.support.sandboxes import runs
-from tests.support.waiting import until_async
+from tests.support.waiting import some_at_a_time, until_async
 
 InSandbox = Callable[..., Any]
 
@@ -425,7 +425,7 @@ def test_a_stopped_sandbox_says_so_and_leaves_no_files(rootfs: str, scratch: Pat
 
 def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratch: Path) -> None:
     async def main() -> None:
-        async with ApptainerProvider(scratch, max_sandboxes=4) as provider:
+        async with ApptainerProvider(scratch) as provider:
 
             async def one() -> None:
                 async with await provider.start(SandboxSpec(rootfs)) as sandbox:
@@ -433,7 +433,7 @@ def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratc
 
             await one()
             before = sorted(os.listdir("/proc/self/fd"))
-            await asyncio.gather(*(one() for _ in range(20)))
+            await asyncio.gather(*some_at_a_time(4, (one() for _ in range(20))))
             assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
         assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
 
