@@ -6,7 +6,7 @@ Large columns are read in windows, so memory stays bounded. Each kind of fault i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import h5py
@@ -31,11 +31,24 @@ def validate(path: str | os.PathLike[str]) -> list[str]:
     with open_file(path, complete=False) as file:
         columns = sound(file)
         problems = [f"root attribute {name} is missing" for name in ("campaign", "software") if name not in file.attrs]
-        problems = problems or list(faults(columns)) or list(lengths(columns)) or list(offset_faults(file))
+        problems = problems or list(faults(columns)) or list(lengths(columns)) or list(_unreadable(file, columns))
+        problems = problems or list(offset_faults(file))
         if not problems:
             for check in (_trajectories, _sequences, _turns, _tokens, _messages, _artifacts):
                 problems += check(file)
     return problems
+
+
+def _unreadable(file: h5py.File, columns: Iterable[str]) -> Iterator[str]:
+    """Yields which columns cannot be read to their end, of those that no other check reads whole."""
+    for path in columns:
+        if path.startswith("tokens/") or path == "messages/json":
+            continue
+        try:
+            for first in range(0, len(file[path]), _WINDOW):
+                read(file[path], first, first + _WINDOW)
+        except OSError as error:
+            yield f"/{path}: {error}"
 
 
 def _trajectories(file: h5py.File) -> Iterator[str]:
