@@ -136,12 +136,15 @@ class Account:
         return [*found, *(what for what in self._outside() if what not in self.before)]
 
     def _outside(self) -> list[str]:
-        found, scratch = [], f"/tmp/megaflow-{self.entry.pw_uid}"
-        for top in ("/tmp", "/dev/shm", "/var/tmp"):
-            for folder, folders, files in os.walk(top):
-                if folder == scratch:
-                    folders[:] = [name for name in folders if name != "cache" and not name.startswith("python-")]
-                found += [p for n in [*folders, *files] if _owner(p := os.path.join(folder, n)) in self.ids]
+        scratch = f"/tmp/megaflow-{self.entry.pw_uid}"
+        # (find, since trees that tests of others left lie deeper than a path may be long.)
+        first, last = min(self.ids - {self.entry.pw_uid}, default=self.entry.pw_uid), max(self.ids)
+        kept = ["(", "-path", f"{scratch}/cache", "-o", "-path", f"{scratch}/python-*", ")", "-prune", "-o"]
+        theirs = ["(", "-uid", str(self.entry.pw_uid), "-o", "-uid", f"+{first - 1}", "-uid", f"-{last + 1}", ")"]
+        command = ["find", "/tmp", "/dev/shm", "/var/tmp", "-mindepth", "1", *kept, *theirs, "-print"]
+        found = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        ).stdout.splitlines()
         found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if scratch in line]
         return [what for what in found if what not in (scratch, f"{scratch}/owners", f"{scratch}/site.json")]
 
