@@ -2,8 +2,8 @@
 
 Decoders keep the interpreter's lock for as long as they work, so a thread alone would not let an event loop go on.
 What makes a document large is long texts: :func:`decoded` takes those out first, looking at some kilobytes at a time,
-decodes the rest, which is bounded, and the texts in slices; :func:`encoded` encodes them in slices. Both give the lock
-away between two slices, and :func:`aside` has them, and whatever else such a request needs, done in one thread. ::
+decodes the rest, which is bounded, and the texts in slices; :func:`encoded` encodes them in slices. Both give way
+between two slices where they are done :func:`~megaflow_hpc.model.aside.aside`. ::
 
     {"messages": [{"role": "user", "content": "…64 MiB…"}]}
     {"messages": [{"role": "user", "content": "<mark>0"}]}       and the text between its quotes
@@ -11,26 +11,19 @@ away between two slices, and :func:`aside` has them, and whatever else such a re
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import secrets
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import orjson
 
+from megaflow_hpc.model.aside import give_way
 from megaflow_hpc.texts import containers_at
 
-T = TypeVar("T")
 LARGE = 256 * 2**10
 """Bytes of a document from which on it is dealt with in pieces."""
-ASIDE = 2**20
-"""Bytes from which on that is done beside the loop; smaller ones need not wait for another's."""
 MAX_OBJECTS, MAX_VALUES = 100_000, 1_000_000
 """Arrays and objects, and values after a comma, in one document: an empty array is 3 bytes of JSON and 80 of memory."""
 MAX_SHORT = 8 * 2**20
@@ -42,22 +35,12 @@ _WINDOW = 16 * 2**10
 _SLICE = 128 * 2**10
 _LONG = 2 * _WINDOW
 _EVERY = 4
-_PAUSE_S = 5e-5
-"""Pause after every fourth window: long enough for a loop that waits for the lock to get it."""
+"""Windows between two pauses."""
 _HIGH = re.compile(rb"\\u[dD][89abAB]..")
-_here = threading.local()
-_thread = ThreadPoolExecutor(1, "large-requests", initializer=partial(setattr, _here, "aside", True))
 
 
 class TooMuch(ValueError):
     """A document would cost far more than its bytes."""
-
-
-async def aside(size: int, work: Callable[..., T], *args: Any) -> T:
-    """Does some work: at once for a document of few bytes, else in the thread that is there for large ones."""
-    if size <= ASIDE:
-        return work(*args)
-    return await asyncio.get_running_loop().run_in_executor(_thread, work, *args)
 
 
 def parsed(raw: bytes | bytearray) -> Any:
@@ -134,15 +117,9 @@ def encoded(value: Any, *, sort_keys: bool = False) -> list[bytes]:
         for start in range(0, len(text), _SLICE):
             piece = text[start : start + _SLICE]
             whole.append(packed(piece)[1:-1])
-            _give_way()
+            give_way()
         whole.append(part)
     return whole
-
-
-def _give_way() -> None:
-    """Lets the event loop have the interpreter's lock; on the loop itself nobody would be served by a pause."""
-    if getattr(_here, "aside", False):
-        time.sleep(_PAUSE_S)
 
 
 def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[int, int, bytes]]:
@@ -164,7 +141,7 @@ def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[in
         yield start, end, hidden
         start, number = end, number + 1
         if number % _EVERY == 0:
-            _give_way()
+            give_way()
 
 
 def _long_texts(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:

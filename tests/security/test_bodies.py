@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,10 +20,11 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model import json_text
+from megaflow_hpc.model.aside import aside, asker
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.share import Share
-from megaflow_hpc.model.json_text import MAX_OBJECTS, TooMuch, aside, check_values, decoded, encoded, packed, parsed
+from megaflow_hpc.model.json_text import MAX_OBJECTS, TooMuch, check_values, decoded, encoded, packed, parsed
 from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY, _with_model
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -311,6 +313,56 @@ def test_an_event_loop_goes_on_while_a_large_body_is_decoded_and_encoded(content
     assert found == [body, packed(body)]
 
 
+async def _ended(works: list[tuple[str, str, int]]) -> list[str]:
+    """Names of works in the order of their ends: each is an asker's, and decodes so many MiB; begun one by one."""
+    order: list[str] = []
+
+    async def one(name: str, whose: str, size: int) -> None:
+        asker.set(whose)
+        raw = packed({"messages": conversation('"x",\n' * (size * MIB // 8))})
+        await aside(len(raw), decoded, raw)
+        order.append(name)
+
+    await asyncio.gather(*(one(*work) for work in works))
+    return order
+
+
+def test_a_large_body_does_not_wait_for_the_end_of_anothers() -> None:
+    order = asyncio.run(_ended([("hostile", "a", 48), ("ordinary", "b", 3), ("another", "c", 3)]))
+    assert order[-1] == "hostile"
+
+
+def test_who_sends_many_large_bodies_has_one_turn_as_others_have() -> None:
+    many = [(f"hostile {n}", "a", 3) for n in range(20)]
+    order = asyncio.run(_ended([*many, ("ordinary", "b", 3)]))
+    assert order.index("ordinary") <= 3
+    assert [name for name in order if name != "ordinary"] == [name for name, _, _ in many]
+
+
+@in_loop
+async def test_who_hangs_up_has_no_second_body_worked_on_meanwhile() -> None:
+    at_once = most = 0
+    gate = threading.Event()
+
+    def work() -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        gate.wait(60)
+        at_once -= 1
+
+    tasks = []
+    for _ in range(5):
+        tasks.append(asyncio.create_task(aside(2 * MIB, work)))
+        await asyncio.sleep(0.01)
+        tasks[-1].cancel()
+    last = asyncio.create_task(aside(2 * MIB, work))
+    await asyncio.sleep(0)
+    gate.set()
+    await last
+    assert (most, at_once) == (1, 0)
+
+
 @in_loop
 async def test_other_rollouts_are_served_while_a_large_body_is_dealt_with(servers: Servers) -> None:
     servers.script(ECHO)
@@ -329,7 +381,6 @@ async def test_other_rollouts_are_served_while_a_large_body_is_dealt_with(server
 
 def test_large_documents_are_read_as_small_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random texts of escapes, wide characters and halves of pairs, whole and damaged: the same value, or none."""
-    monkeypatch.setattr(json_text, "_PAUSE_S", 0)
     draw = random.Random(5)
     parts = ["a", '"', "\\", "é", "\U0001f600", "\n", "[", "{", ",", "\\u00", "/", "\x01", "A" * 50, "\u2028", "\ud83d"]
     for number in range(60):

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
+from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, messages
 from megaflow_hpc.model.gateway.dialects.options import engine_request
@@ -28,7 +29,6 @@ from megaflow_hpc.model.gateway.http_messages import (
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.replay import Replay, body_of
-from megaflow_hpc.model.json_text import aside
 
 T = TypeVar("T")
 

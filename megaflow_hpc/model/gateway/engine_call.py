@@ -8,10 +8,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from megaflow_hpc.model.api import WEIGHT_VERSION
+from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.json_text import LARGE, aside, encoded, packed, parsed
+from megaflow_hpc.model.json_text import LARGE, encoded, packed, parsed
 
 RETRIED = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""

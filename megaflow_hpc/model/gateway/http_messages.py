@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megaflow_hpc.model.json_text import aside, decoded, packed
+from megaflow_hpc.model.aside import aside
+from megaflow_hpc.model.json_text import decoded, packed
 from megaflow_hpc.model.request_body import BadBody, read_body
 
 MODEL_SERVICE_ERROR = "model_service_error"

@@ -29,9 +29,10 @@ import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, WEIGHT_VERSION
+from megaflow_hpc.model.aside import aside, asker
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import HttpServer
-from megaflow_hpc.model.json_text import TooMuch, aside, check_values, decoded, encoded
+from megaflow_hpc.model.json_text import TooMuch, check_values, decoded, encoded
 from megaflow_hpc.model.request_body import BadBody, read_body
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
@@ -199,7 +200,8 @@ class Proxy:
             tenant = self.tenants.user(given.decode())
         if not is_model and not is_admin and tenant is None:
             return _refuse(401, "no key, or a wrong one")
-        if not self._server.admit(request, CAMPAIGN if tenant is None else f"user {tenant}"):
+        asker.set(CAMPAIGN if tenant is None else f"user {tenant}")
+        if not self._server.admit(request, asker.get()):
             answer = _refuse(429, "too many connections with this key")
             answer.force_close()
             return answer
