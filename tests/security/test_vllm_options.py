@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,27 @@ import pytest
 from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS
 from tests.support.poison import GOOD, POISON, TOOL
-from tests.support.serving import Servers, in_loop
+from tests.support.serving import Servers, in_loop, only_the_proxy_is_reached
 
+IMPORTED = """
+import json, os, sys, traceback
+import vllm.entrypoints.openai.chat_completion.protocol, vllm.entrypoints.openai.completion.protocol
+import vllm.multimodal.media.connector
+for line in sys.stdin:
+    program, arguments, variables, output = json.loads(line)
+    if not (child := os.fork()):
+        try:
+            os.environ.update(variables)
+            sys.argv[1:] = arguments
+            sys.stdout = open(output, "w")
+            exec(program, {})
+            sys.stdout.close()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 FIELDS = """
 import json
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -40,6 +57,26 @@ asyncio.run(fetch())
 """
 
 
+@pytest.fixture(scope="module")
+def vllm_runs(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Runs programs, each in a process of its own, by one interpreter that has imported vLLM: that takes 8 s of CPU."""
+    output = tmp_path_factory.mktemp("output") / "output"
+    command = [interpreter, "-c", IMPORTED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as imported:
+        assert imported.stdin
+        assert imported.stdout
+
+        def run(program: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+            imported.stdin.write(json.dumps([program, arguments, dict(env or {}), str(output)]) + "\n")
+            imported.stdin.flush()
+            said = next((line for line in imported.stdout if line.startswith("status ")), "ended")
+            assert said == "status 0\n"
+            return output.read_text()
+
+        yield run
+        imported.stdin.close()
+
+
 def started(media_domains: list[str], tmp_path: Path, interpreter: str) -> tuple[str, dict[str, str]]:
     """The hosts and variables with which the adapter starts vLLM."""
     section = {"engine": "vllm", "path": "x", "python": interpreter, "media_domains": media_domains}
@@ -50,10 +87,9 @@ def started(media_domains: list[str], tmp_path: Path, interpreter: str) -> tuple
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_every_field_of_the_installed_vllms_requests_has_its_place(interpreter: str) -> None:
+def test_every_field_of_the_installed_vllms_requests_has_its_place(vllm_runs: Callable[..., str]) -> None:
     """A field of a new version is left out until somebody has looked at it; here is who notices."""
-    done = subprocess.run([interpreter, "-c", FIELDS], capture_output=True, text=True, timeout=280, check=True)
-    chat, plain = json.loads(done.stdout.splitlines()[-1])
+    chat, plain = json.loads(vllm_runs(FIELDS).splitlines()[-1])
     assert set(chat) - CHAT.keys() == set()
     assert set(plain) - COMPLETIONS.keys() == set()
 
@@ -85,15 +121,19 @@ def neighbour() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("hosts", "asked"), [([], []), (["127.0.0.1"], ["/direct", "/redirect"])])
 def test_vllm_itself_fetches_from_hosts_of_the_campaign_alone_and_follows_nothing(
-    interpreter: str, tmp_path: Path, neighbour: tuple[str, list[str]], hosts: list[str], asked: list[str]
+    interpreter: str,
+    vllm_runs: Callable[..., str],
+    tmp_path: Path,
+    neighbour: tuple[str, list[str]],
+    hosts: list[str],
+    asked: list[str],
 ) -> None:
     url, seen = neighbour
     domains, env = started(hosts, tmp_path, interpreter)
-    command = [interpreter, "-c", FETCH, domains, f"{url}/direct", f"{url}/redirect", "file:///etc/passwd"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, env={**os.environ, **env})
-    assert "fetched" not in done.stdout
-    assert seen == asked, done.stdout
-    assert done.stdout.count("allowed domains") == (0 if hosts else 2)
+    said = vllm_runs(FETCH, domains, f"{url}/direct", f"{url}/redirect", "file:///etc/passwd", env=env)
+    assert "fetched" not in said
+    assert seen == asked, said
+    assert said.count("allowed domains") == (0 if hosts else 2)
 
 
 ALLOWED: dict[str, Any] = {
@@ -131,38 +171,49 @@ ALLOWED_CHAT: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """As it is by default: its CPU build runs the model in a process of its own."""
+    section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
+    args = {"max-model-len": 512, "dtype": "float32", "enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
+    with Servers(tmp_path_factory.mktemp("vllm")) as servers:
+        servers.start({**section, "args": args}, OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        servers.record(0, 600)
+        yield servers
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_other_hosts_reach_the_proxy_of_an_engine_of_several_processes_alone(vllm: Servers) -> None:
+    """The ports that torch.distributed opens for them are on the loopback, and other users reach no socket."""
+    only_the_proxy_is_reached(vllm, 0)
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @in_loop
-async def test_a_real_vllm_answers_what_is_allowed_and_never_sees_the_rest(
-    interpreter: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
-    args = {"max-model-len": 512, "dtype": "float32", "enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
-    with Servers(tmp_path) as servers:
-        servers.start({**section, "args": args}, OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-        await asyncio.to_thread(servers.record, 0, 600)
-        async with servers.gateway() as gateway:
-            bad, good = await gateway.open("t/default/0", "default"), await gateway.open("u/default/0", "default")
-            async with aiohttp.ClientSession() as session:
+async def test_a_real_vllm_answers_what_is_allowed_and_never_sees_the_rest(vllm: Servers) -> None:
+    async with vllm.gateway() as gateway:
+        bad, good = await gateway.open("t/default/0", "default"), await gateway.open("u/default/0", "default")
+        async with aiohttp.ClientSession() as session:
 
-                async def call(model: Any, path: str, body: Any) -> tuple[int, str]:
-                    headers = {"Authorization": f"Bearer {model.api_key}"}
-                    async with session.post(model.base_url + path, json=body, headers=headers) as response:
-                        return response.status, await response.text()
+            async def call(model: Any, path: str, body: Any) -> tuple[int, str]:
+                headers = {"Authorization": f"Bearer {model.api_key}"}
+                async with session.post(model.base_url + path, json=body, headers=headers) as response:
+                    return response.status, await response.text()
 
-                calls = [("/chat/completions", {name: value}) for name, value in {**ALLOWED, **ALLOWED_CHAT}.items()]
-                calls += [("/completions", {name: value}) for name, value in ALLOWED.items()]
-                for path, option in calls:
-                    status, text = await call(good, path, {"max_tokens": 3, **GOOD[path], **option})
-                    assert status == 200, (path, option, text)
-                for path, poison in POISON.items():
-                    for body in poison:
-                        status, text = await call(bad, path, {**GOOD[path], **body})
-                        assert status == 400, (path, body, text)
-                status, _ = await call(good, "/chat/completions", {"max_tokens": 3, **GOOD["/chat/completions"]})
-                assert status == 200
-            (server,) = gateway._caller.router.all()
-            assert (server.failed_at, server.degraded) == (0.0, False)
-            assert not (await gateway.close("t/default/0")).turns
-            assert len((await gateway.close("u/default/0")).turns) == len(calls) + 3  # two of them had n = 2
+            calls = [("/chat/completions", {name: value}) for name, value in {**ALLOWED, **ALLOWED_CHAT}.items()]
+            calls += [("/completions", {name: value}) for name, value in ALLOWED.items()]
+            for path, option in calls:
+                status, text = await call(good, path, {"max_tokens": 3, **GOOD[path], **option})
+                assert status == 200, (path, option, text)
+            for path, poison in POISON.items():
+                for body in poison:
+                    status, text = await call(bad, path, {**GOOD[path], **body})
+                    assert status == 400, (path, body, text)
+            status, _ = await call(good, "/chat/completions", {"max_tokens": 3, **GOOD["/chat/completions"]})
+            assert status == 200
+        (server,) = gateway._caller.router.all()
+        assert (server.failed_at, server.degraded) == (0.0, False)
+        assert not (await gateway.close("t/default/0")).turns
+        assert len((await gateway.close("u/default/0")).turns) == len(calls) + 3  # two of them had n = 2

@@ -149,6 +149,14 @@ def listeners(pid: int, loopback: bool = True) -> tuple[list[int], list[str]]:
     return sorted(ports), sorted({row[7] for row in local if len(row) > 7 and row[6] in inodes})
 
 
+def only_the_proxy_is_reached(servers: Servers, number: int) -> None:
+    """Fails if other hosts reach anything of a server but its proxy, or other users any of its sockets."""
+    ports, rooms = listeners(servers.processes[number].pid, loopback=False)
+    assert ports == [int(servers.record(number)["url"].rpartition(":")[2])]
+    assert len(rooms) > 1
+    assert {Path(room).parent.stat().st_mode & 0o077 for room in rooms} == {0}
+
+
 def descendants(pid: int) -> Sequence[int]:
     """Processes that ``pid`` started, and theirs."""
     pairs = []

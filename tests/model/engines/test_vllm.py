@@ -19,7 +19,7 @@ from megaflow_hpc.rundir import weights
 from megaflow_hpc.trajectory import Recording, TokenSequence
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.reported import check_against_reported, reported
-from tests.support.serving import Servers, listeners
+from tests.support.serving import Servers, only_the_proxy_is_reached
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 CONTEXT = 4096
@@ -31,8 +31,12 @@ def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # And in the process that schedules: one of its own, which tests/security/test_vllm_options.py starts, and who
+        # waits for it spin for a second after each step.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        args = {"max-model-len": CONTEXT, "dtype": "float32", "distributed-executor-backend": "uni"}
         section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
-        section |= {"args": {"max-model-len": CONTEXT, "dtype": "float32"}, "weights": {"running": "continue"}}
+        section |= {"args": args, "weights": {"running": "continue"}}
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers
@@ -90,10 +94,7 @@ async def agrees(vllm: Servers, sequence: TokenSequence) -> None:
 
 def test_other_hosts_reach_the_proxy_alone_and_other_users_no_socket(vllm: Servers) -> None:
     """The ports that torch.distributed opens for the engine's own processes are on the loopback."""
-    ports, rooms = listeners(vllm.processes[0].pid, loopback=False)
-    assert ports == [int(vllm.record(0)["url"].rpartition(":")[2])]
-    assert len(rooms) > 1
-    assert {Path(room).parent.stat().st_mode & 0o077 for room in rooms} == {0}
+    only_the_proxy_is_reached(vllm, 0)
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 24}, {"max_tokens": 400, "logit_bias": {"256": 3.5}}])
