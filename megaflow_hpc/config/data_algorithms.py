@@ -5,7 +5,6 @@ Each is described where it is computed, in ``megaflow_hpc.training.algorithms``.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -194,10 +193,3 @@ class PromptsConfig(Section):
     """Reward from which a rollout has passed. Default: 1."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)
-
-    @field_validator("threshold")
-    @classmethod
-    def _finite(cls, value: float) -> float:
-        if not math.isfinite(value):
-            raise ValueError(f"{value}: a reward is a finite number")
-        return value

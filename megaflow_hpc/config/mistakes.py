@@ -97,7 +97,10 @@ def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str,
     for part in location:
         deeper: list[Any] = []
         for kind in here:
-            below = kind.get("items") if isinstance(part, int) else kind.get("properties", {}).get(part)
+            if isinstance(part, int):
+                below = dict(enumerate(kind.get("prefixItems", ()))).get(part, kind.get("items"))
+            else:
+                below = kind.get("properties", {}).get(part)
             deeper.append(below or kind.get("additionalProperties"))
         here = [kind for below in deeper if isinstance(below, dict) for kind in kinds(below)] or here
     return here

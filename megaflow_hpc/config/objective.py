@@ -124,8 +124,6 @@ class AdvantageConfig(Section):
     def _some_weight(cls, value: dict[str, float]) -> dict[str, float]:
         if value and not any(value.values()):
             raise ValueError(f"{value}: every weight is 0; nothing would be learned")
-        if not all(map(math.isfinite, value.values())):
-            raise ValueError(f"{value}: weights are finite numbers")
         return value
 
 

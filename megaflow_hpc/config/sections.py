@@ -8,7 +8,7 @@ import re
 import textwrap
 from itertools import pairwise
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -36,7 +36,9 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
 class Section(BaseModel):
     """A part of the campaign file; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True, json_schema_extra=_describe)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, str_strip_whitespace=True, allow_inf_nan=False, json_schema_extra=_describe
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -159,7 +161,7 @@ class SchedulingConfig(Section):
     """Run directories or trajectories.h5 of earlier campaigns, from which durations are expected."""
     share: Literal["policy", "dataset"] = "policy"
     """Unit of ``fair`` sharing: the policy, or the dataset (the directory or file that a task comes from)."""
-    weights: dict[str, float] = {}
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Weight of each share under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Task limits that a worker rank must have free, beside a slot, before a rollout starts there."""
@@ -191,7 +193,7 @@ class SchedulingConfig(Section):
 class EvaluationConfig(Section):
     """How rewards are summarised."""
 
-    ks: tuple[int, ...] = ()
+    ks: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Values of k for pass@k. Default: 1 and the number of samples."""
     threshold: float = 1.0
     """Reward from which a rollout counts as passed. Default: 1."""

@@ -11,14 +11,20 @@ from megaflow_hpc.config.sections import Section
 
 CPUS_PER_RANK = 2
 """CPUs of each MPI rank of a pod where the campaign file does not say."""
+LEAST_GB = 0.001
+"""Slurm counts in MB, and takes 0 for all of a node's memory."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
+_REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
 def _walltime(value: Any) -> Any:
-    if value is None or isinstance(value, int):
+    if value is None:
         return value
-    if not isinstance(value, str) or not WALLTIME.match(value):
-        raise ValueError(f"{value!r} is not a time; write minutes (30), HH:MM:SS or D-HH:MM:SS")
+    text = str(value) if isinstance(value, int | str) else ""
+    if not WALLTIME.match(text):
+        raise ValueError(f"{value!r} is not a time; {_REMEDY}")
+    if not text.strip("0:-"):  # Slurm takes 0 for no limit, and keeps such a job where partitions have one
+        raise ValueError(f"{value!r} leaves no time to run; {_REMEDY}")
     return value
 
 
@@ -58,7 +64,7 @@ class PodsConfig(Section):
     """Concurrent rollouts of each worker rank. Default: ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
     """CPUs of each rank. Default: 2."""
-    mem_gb: float | None = Field(None, gt=0)
+    mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory of each node in GB (10^9 bytes), shared by its ranks. Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
@@ -100,7 +106,7 @@ class ServersConfig(Section):
     cpus_per_gpu: int | None = Field(None, ge=1)
     """CPUs of each server for each of its GPUs; for all of it where it has none. Default: the partition's CPUs by its
     GPUs, 8 at most, unless the site gives some by itself (DefCpuPerGPU)."""
-    mem_gb: float | None = Field(None, gt=0)
+    mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory of each server on each of its nodes in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
@@ -120,7 +126,7 @@ class GatherConfig(Section):
     allow."""
     cpus: int | None = Field(None, ge=1)
     """CPUs, by which it compresses. Default: those of a pod on one node, 8 at most."""
-    mem_gb: float | None = Field(None, gt=0)
+    mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes). Default: the partition's."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
@@ -139,7 +145,7 @@ class BuildsConfig(Section):
     """Maximum number of elements that run at once. Default: no limit."""
     cpus: int = Field(2, ge=1)
     """CPUs of each element, which builds as many images at a time. Default: 2."""
-    mem_gb: float | None = Field(None, gt=0)
+    mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory of each element in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
@@ -160,7 +166,7 @@ class TrainerConfig(Section):
     """GPUs on each node, each with one process of the trainer. 0: one process on CPUs. Default: 1."""
     cpus_per_gpu: int | None = Field(None, ge=1)
     """CPUs for each GPU; for all of the job's part of a node where it has none. Default: as for ``servers``."""
-    mem_gb: float | None = Field(None, gt=0)
+    mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory on each node in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""

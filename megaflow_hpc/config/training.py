@@ -17,13 +17,15 @@ The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; ta
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
 from megaflow_hpc.config.objective import AdvantageConfig, ImportanceConfig, LossConfig
 from megaflow_hpc.config.sections import Section, TaskSource
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -37,7 +39,7 @@ class OptimizerConfig(Section):
     """Steps in which the rate first rises from 0. Default: 0."""
     end: float = Field(0.0, ge=0, le=1)
     """``linear`` only: share of ``lr`` at the last step. Default: 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the first and second moment. Default: 0.9 and 0.999."""
     eps: float = Field(1e-8, gt=0)
     """What is added to the divisor. Default: 1e-8."""

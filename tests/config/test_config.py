@@ -79,12 +79,35 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         (MINIMAL + "slurm: {gather: {cpus: 0}}\n", "campaign.yaml:4: slurm.gather.cpus"),
         (MINIMAL + "slurm: {gather: {core: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.core'"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
+        (MINIMAL + "slurm: {pods: {mem_gb: .inf}}\n", "campaign.yaml:4: slurm.pods.mem_gb inf: expected a number"),
+        (
+            MINIMAL + "slurm: {servers: {mem_gb: 0.0001}}\n",
+            "campaign.yaml:4: slurm.servers.mem_gb 0.0001: expected a number of at least 0.001",
+        ),
+        (MINIMAL + "limits: {wall: .inf}\n", "campaign.yaml:4: limits.wall inf: expected a number above 0"),
+        (
+            MINIMAL + "scheduling:\n  weights:\n    a: 0\n",
+            "campaign.yaml:6: scheduling.weights.a 0: expected a number above 0",
+        ),
+        (MINIMAL + "evaluation: {ks: [1, 0]}\n", "campaign.yaml:4: evaluation.ks.1 0: expected a whole number of at"),
         (MINIMAL + "x: [\n", "campaign.yaml:5: not valid YAML"),
         ("- a\n", "campaign.yaml: holds a list; expected keys such as tasks: and agent:"),
     ],
 )
 def test_an_error_names_file_line_value_and_remedy(tmp_path: Path, text: str, expected: str) -> None:
     assert complaint(tmp_path, text).startswith(expected)
+
+
+@pytest.mark.parametrize("section", ["pods", "servers", "trainer", "gather", "builds", "pools"])
+@pytest.mark.parametrize("value", ["-3", "0", "'0'", "0:00:00", "0-0", "'-3'"])
+def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section: str, value: str) -> None:
+    inner = f"{{time: {value}}}"
+    slurm = f"{{pods: {{pools: [{inner}]}}}}" if section == "pools" else f"{{{section}: {inner}}}"
+    said = complaint(tmp_path, f"{MINIMAL}slurm: {slurm}\n")
+    key = "pods.pools.0" if section == "pools" else section
+    assert said.startswith(f"campaign.yaml:4: slurm.{key}.time ")
+    assert value.strip("'") in said
+    assert said.endswith("; write minutes (30), HH:MM:SS or D-HH:MM:SS")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -114,7 +114,11 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
         ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds ratios by second_moment"),
         ("policies: {default: {loss: {kind: rloo, clip: 0.2}}}", "rloo takes no ratio; leave clip out"),
         ("policies: {default: {advantage: {rewards: {a: 0}}}}", "every weight is 0"),
-        ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "weights are finite numbers"),
+        ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "rewards.a nan: expected a number"),
+        (
+            "policies: {default: {optimizer: {betas: [0.9, 1]}}}",
+            "betas.1 1: expected a number of at least 0 and below 1",
+        ),
         ("policies: {default: }\nbatch: {samples: 1}", "a group of one sample has nothing to compare with"),
         ("policies: {default: }\nmode: {kind: synchronous, staleness: 2}", "staleness is for mode bounded"),
         ("policies: {default: }\nmode: {kind: bounded, staleness: 0}", "staleness 0 is mode: synchronous"),
