@@ -9,6 +9,8 @@ A lab is a directory; nothing outside it is touched, so several live side by sid
       site.conf           lines of one's own for slurm.conf, where there is one: MaxArraySize=5
       munge/ db/ state/   key and socket, MariaDB, slurmctld's state
       spool/<node>/       one slurmd each
+      tmp/<node>/         its directory of temporary files, as Slurm's plugin for PMIx uses it
+      plugins/            Slurm's plugin for PMIx, where it would not find the library by itself
       gpu/                links to /dev/null that stand for GPUs
       logs/
 
@@ -220,10 +222,12 @@ class Lab:
 
     def configure(self) -> None:
         """Free ports and all files. Only while no daemon runs."""
-        for name in ("munge", "db", "state", "gpu", "logs", *(f"spool/{node}" for node in NODES)):
+        of_nodes = [f"{folder}/{node}" for folder in ("spool", "tmp") for node in NODES]
+        for name in ("munge", "db", "state", "gpu", "logs", "plugins", *of_nodes):
             (self.dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.sockets.mkdir(mode=0o700, exist_ok=True)
-        for folder in (self.sockets, self.dir / "spool"):
+        passed = ("spool", "tmp", "plugins", *(f"tmp/{node}" for node in NODES))
+        for folder in (self.sockets, *(self.dir / name for name in passed)):
             folder.chmod(self.passable)
         if self.sockets.stat().st_uid != os.getuid():
             die(f"{self.sockets} belongs to someone else: use a lab directory with a shorter path")
@@ -276,9 +280,11 @@ class Lab:
 
     def slurm_conf(self) -> str:
         ports, host = self.state["ports"], socket.gethostname().split(".")[0]
-        usr, plugins = self.prefix(), ""
-        if usr:
-            plugins = f"PluginDir={next(usr.glob('lib/*/slurm-wlm'))}\n"
+        theirs, plugins = next((self.prefix() or Path("/usr")).glob("lib/*/slurm-wlm"), None), ""
+        if theirs and self.make_pmix_plugin(theirs):
+            plugins = f"PluginDir={self.dir}/plugins:{theirs}\n"
+        elif theirs and self.prefix():
+            plugins = f"PluginDir={theirs}\n"
         nodes = ""
         for node in NODES:
             size = f"RealMemory=8000 Gres=gpu:{GPUS}" if node in GPU_NODES else "RealMemory=4000"
@@ -295,6 +301,7 @@ CredType=cred/munge
 AuthInfo=socket={self.munge},cred_expire=5
 {plugins}StateSaveLocation={self.dir}/state
 SlurmdSpoolDir={self.dir}/spool/%n
+TmpFS={self.dir}/tmp/%n
 SlurmctldLogFile={self.dir}/logs/slurmctld.log
 SlurmdLogFile={self.dir}/logs/slurmd-%n.log
 SlurmctldPidFile={self.dir}/state/slurmctld.pid
@@ -333,6 +340,31 @@ PartitionName=cpu Nodes={",".join(CPU_NODES)} Default=YES PriorityTier=10 Preemp
 PartitionName=gpu Nodes={",".join(GPU_NODES)} PriorityTier=10 PreemptMode=OFF
 PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 """
+
+    def make_pmix_plugin(self, theirs: Path) -> bool:
+        """Makes a plugin for PMIx that finds its library, where that of the packages in ``theirs`` does not.
+
+        Debian's opens one path, which only the package for developers provides (with compilers and more). So a copy of
+        the library gets that path for a name, and a copy of the plugin loads it: what is opened later is there already.
+        """
+        plugin = next(theirs.glob("mpi_pmix_v*.so"), None)
+        library = next(theirs.parent.glob("pmix*/lib/libpmix.so.*.*"), None)
+        if not plugin or not library or not shutil.which("patchelf"):
+            return False
+        opened = Path("/usr/lib") / theirs.parent.name / library.parent.relative_to(theirs.parent) / "libpmix.so"
+        if opened.exists() or str(opened.parent).encode() not in plugin.read_bytes():
+            return False
+        ours = self.dir / "plugins"
+        for source, copy, *words in (
+            (library, "libpmix.so", "--set-soname", str(opened)),
+            (plugin, plugin.name, "--add-needed", str(ours / "libpmix.so")),
+        ):
+            shutil.copyfile(source, ours / copy)
+            (ours / copy).chmod(0o644)
+            subprocess.run(["patchelf", *words, str(ours / copy)], check=True, stdin=subprocess.DEVNULL)
+        (ours / "mpi_pmix.so").unlink(missing_ok=True)
+        (ours / "mpi_pmix.so").symlink_to(plugin.name)
+        return True
 
     def site_conf(self) -> str:
         """What the lab's user wants otherwise; Slurm takes the later of two values."""
@@ -392,11 +424,14 @@ StorageLoc=slurm_acct_db
 
     def launch(self, name: str) -> None:
         """Starts one daemon, in its own session, with nothing inherited but its log, and writes down who it is."""
+        # The mark finds a daemon, or a job step's slurmstepd, whose pid was never written down.
+        environment = {**self.environment(), "MEGAFLOW_LAB_ID": self.state["id"]}
+        if name.startswith("slurmd-"):  # PMIx counts the ranks of the node that bears the host's name
+            environment["PMIX_HOSTNAME"] = name.partition("-")[2]
         with open(self.dir / "logs" / f"{name}.out", "ab") as output:
             process = subprocess.Popen(
                 self.command_line(name),
-                # The mark finds a daemon, or a job step's slurmstepd, whose pid was never written down.
-                env={**self.environment(), "MEGAFLOW_LAB_ID": self.state["id"]},
+                env=environment,
                 cwd=self.dir,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -292,6 +292,8 @@ missing_packages() {
     [[ " ${SLURM[*]} " == *" $pair "* ]] && slurm=1
   done
   [[ $slurm == 0 ]] || printf '%s\n' "${SLURM_MORE[@]}"
+  # The library that Slurm's plugin for PMIx opens, which is how Open MPI's ranks find each other.
+  compgen -G '/usr/lib/*/libpmix.so.2' >/dev/null || echo libpmix2
   # A range of user ids for --fakeroot, if root can be had; unpacked by a user newuidmap has no power.
   [[ -z ${1:-} ]] || have newuidmap || echo uidmap
   # Debian splits off what a virtual environment needs.

@@ -43,10 +43,10 @@ def partitions(findings: Findings) -> dict[str, dict[str, str]]:
 def without_pmi(lab: Lab, place: Path) -> Path:
     """A slurm.conf whose directory of plug-ins lacks those of pmi2 and pmix."""
     settings = lab.slurm("scontrol", "show", "config").splitlines()
-    [plugins] = [Path(line.partition("=")[2].strip()) for line in settings if line.startswith("PluginDir")]
+    [directories] = [line.partition("=")[2].strip() for line in settings if line.startswith("PluginDir")]
     few = place / "plugins"
     few.mkdir()
-    for file in plugins.iterdir():
+    for file in (file for plugins in directories.split(":") for file in Path(plugins).iterdir()):
         if not file.name.startswith("mpi_pmi"):
             (few / file.name).symlink_to(file)
     conf = place / "slurm.conf"

@@ -97,6 +97,13 @@ def test_srun_starts_one_mpi_world_over_two_nodes(lab: Lab) -> None:
     assert set(output.splitlines()) == {"[(0, 'cpu1'), (1, 'cpu2')]"}
 
 
+def test_a_step_speaks_pmix_on_nodes_that_are_one_host(lab: Lab) -> None:
+    told = 'echo "$SLURMD_NODENAME $PMIX_HOSTNAME $PMIX_RANK"'
+    output = lab.slurm("srun", "--mpi=pmix", "-N2", "-n4", "--ntasks-per-node=2", "--mem=200", "sh", "-c", told)
+    assert set(output.splitlines()) == {"cpu1 cpu1 0", "cpu1 cpu1 1", "cpu2 cpu2 2", "cpu2 cpu2 3"}
+    assert "can not load PMIx" not in (lab.dir / "logs" / "slurmd-cpu1.log").read_text()
+
+
 def test_killed_daemons_are_started_again_and_jobs_survive(lab: Lab) -> None:
     # The job ends when told, after the repair: it proves that it outlived its slurmd and the controller.
     flag = lab.dir / "go"
