@@ -32,6 +32,7 @@ DOORS: dict[str, str] = {
     # The campaign file, and everything under RUN.
     "config": "",
     "rundir": "config",
+    "rundir/pods": "rundir",
     "ledger": "rundir",
     # Sandboxes and images know no task, no agent, no model, no run directory.
     "environments": "environments/sandbox",
@@ -80,11 +81,11 @@ DOORS: dict[str, str] = {
     # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
     "pod": "pod/master rundir",
     "pod/scheduling": "ledger",
-    "pod/master": "pod pod/scheduling config rundir ledger trajectories/journal",
+    "pod/master": "pod pod/scheduling config rundir rundir/pods ledger trajectories/journal",
     "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories",
     # Only what follows may speak to Slurm.
     "slurm": "config rundir",
-    "monitor": "config ledger rundir",
+    "monitor": "config ledger rundir rundir/pods",
     "campaign/planning": "slurm config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
     "environments/sandbox model/engines pod/scheduling trajectories/reading",
     "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks environments/builds "

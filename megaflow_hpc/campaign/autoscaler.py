@@ -42,10 +42,13 @@ class Autoscaler:
         planned: What ``run.json`` holds.
         jobs: The run's jobs on Slurm.
         holder: Name of this process, shown by ``status``.
+        monitor: One that reads the run already.
     """
 
-    def __init__(self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str) -> None:
-        self._run, self._jobs, self._monitor = run, jobs, Monitor(run)
+    def __init__(
+        self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str, monitor: Monitor | None = None
+    ) -> None:
+        self._run, self._jobs, self._monitor = run, jobs, monitor or Monitor(run)
         servers = {server.policy: server.model["servers"] for server in planned.servers if server.held}
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
@@ -98,8 +101,7 @@ class Autoscaler:
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
-        stored = self._monitor.rollouts
-        return Counter(policy for name, policy in self._policy_of.items() if name not in stored)
+        return Counter(self._policy_of.values()) - self._monitor.stored
 
 
 def main(argv: list[str]) -> int:

@@ -153,7 +153,7 @@ class Run:
             yield lambda: None
             return
         holder = f"{os.uname().nodename} process {os.getpid()}"
-        autoscaler = Autoscaler(self.dir, self.record, self.slurm_jobs, holder)
+        autoscaler = Autoscaler(self.dir, self.record, self.slurm_jobs, holder, self.monitor)
 
         def tend() -> None:
             self.slurm_jobs.top_up()

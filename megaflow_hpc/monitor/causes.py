@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megaflow_hpc.monitor.running import Place
-from megaflow_hpc.rundir.events import RolloutEvent
+from megaflow_hpc.rundir.events import EventReader, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
+from megaflow_hpc.rundir.pods.running import Place
 
 
 @dataclass
@@ -41,5 +41,13 @@ def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, P
         first = min(events, key=lambda event: event.t)
         place = places.get(first.id)
         log = pod_log(run, place.pod) if place else None
-        listed.append(Cause(kind, len(events), first.id, first.error, str(log or "")))
+        error = first.error or (_error(run, first, place.pod) if place else "")
+        listed.append(Cause(kind, len(events), first.id, error, str(log or "")))
     return listed
+
+
+def _error(run: RunDir, failed: RolloutEvent, pod: str) -> str:
+    """Looks up an error that a summary of the pod's events has left out."""
+    reader: EventReader[RolloutEvent] = EventReader(run.events, "rollout", failed.id)
+    told = (event for _, events in reader.read([pod]) for event in events if isinstance(event, RolloutEvent))
+    return next((event.error for event in told if event.t == failed.t), "")

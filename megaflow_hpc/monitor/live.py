@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaflow_hpc.monitor.running import Place
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, RolloutActivity, Transcript
+from megaflow_hpc.rundir.pods.running import Place
+from megaflow_hpc.rundir.pods.summary import ENDED_WELL
 
 STUCK_S = 300.0
 """A rollout that runs and of which nothing was heard for so long is called stuck."""
@@ -129,6 +130,8 @@ class Snapshot:
     """Of the rollout that is looked into, while it runs."""
     unasked: str = ""
     """Why pods cannot be asked what they do; empty where they can."""
+    unlisted: int = 0
+    """Rollouts that ended well and are too many to be listed."""
 
 
 @dataclass
@@ -167,7 +170,8 @@ class Live:
         stored = list(reversed(self.monitor.rollouts.values()))
         silent = {pod["pod"] for pod in status["pods"] if pod["state"] == "silent"}
         rollouts = Rollouts(running, stored, self.monitor.running.last, activities, silent, time.time())
-        return Snapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked)
+        unlisted = sum(status["rollouts"][state] for state in ENDED_WELL) - sum(e.status in ENDED_WELL for e in stored)
+        return Snapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
 
     def leave(self) -> None:
         """Asks for nothing any more. Raises OSError."""

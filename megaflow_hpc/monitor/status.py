@@ -1,7 +1,8 @@
 """Counts by state, pods, servers, failures, rate and time to completion: ``status --json`` and what ``run`` shows.
 
-A :class:`Monitor` reads each event file on from where it stopped, and how far pods are in their leases, or of many pods
-in the report of the one that reads the leases for all; so looking often is cheap.
+A :class:`Monitor` reads each event file on from where it stopped, at first from where the pod's summary ends, and how
+far pods are in their leases, or of many pods in the report of the one that reads the leases for all; so the first look
+is quick at any age of the run, and looking often is cheap.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from megaflow_hpc.host.process import Identity
@@ -19,62 +20,25 @@ from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
 from megaflow_hpc.monitor.causes import causes
 from megaflow_hpc.monitor.engines import servers
-from megaflow_hpc.monitor.evaluation import evaluate
-from megaflow_hpc.monitor.running import RunningRollouts
+from megaflow_hpc.monitor.outcomes import Outcomes
+from megaflow_hpc.monitor.pod_view import PodView
 from megaflow_hpc.monitor.state import Facts, lives
 from megaflow_hpc.monitor.training import TrainerJob, Trainings
 from megaflow_hpc.rundir.endpoints import EndpointFiles
-from megaflow_hpc.rundir.events import (
-    AnyEvent,
-    AttemptEvent,
-    EventReader,
-    PodEvent,
-    ProgressEvent,
-    RolloutEvent,
-    StartEvent,
-    WorkerEvent,
-)
+from megaflow_hpc.rundir.events import EventReader, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.pods import summary
+from megaflow_hpc.rundir.pods.running import RunningRollouts
+from megaflow_hpc.rundir.pods.summary import Summary
 from megaflow_hpc.rundir.record import read_jobs, read_run
-from megaflow_hpc.types import without_round
 
-RATE_WINDOW_S = 300.0
 IDLE_S = 60.0
 """A pod that has had nothing to run for this long is shown as idle."""
+LISTED = 10_000
+"""Rollouts that ended well and are listed where there are too many to list all."""
 STALE_S = 60.0
 """A pod whose last event is older than this is shown as silent."""
-
-
-@dataclass
-class PodView:
-    """One start of one pod as its events tell."""
-
-    name: str
-    state: str = "starting"
-    node: str = ""
-    job_id: str = ""
-    running: int = 0
-    stored: int = 0
-    workers: int = 0
-    slots: int = 0
-    seen_at: float = 0.0
-    tokens_per_s: float = 0.0
-    why: str = ""
-    excluded: dict[str, str] = field(default_factory=dict)
-    """Nodes that get no more work, and why."""
-    queued: int = 0
-    """Rollouts that it has claimed and not started."""
-    busy_at: float = 0.0
-    """When it last started a rollout or ended one, by its own clock; seconds UTC."""
-    grown_at: float = 0.0
-    """When we last saw its file grow, by our own clock; a node's own may be off."""
-    live: dict[int, int] = field(default_factory=dict, repr=False)
-
-    @property
-    def active(self) -> bool:
-        """Whether the pod has started and not ended."""
-        return self.state in ("started", "draining")
 
 
 class Monitor:
@@ -91,16 +55,13 @@ class Monitor:
         self._is_pool = planned.campaign.get("pool") is not None and not planned.tasks
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
-        self._events = EventReader(run.events)
-        self._rollouts: dict[str, RolloutEvent] = {}
+        self._events: EventReader[Summary] = EventReader(run.events, begin=summary.begin)
+        self._outcomes = Outcomes()
         self._pods: dict[str, PodView] = {}
         self._processes: dict[str, Identity] = {}
         """Of pods that run on this host outside of Slurm, or did."""
-        self._recent: list[float] = []
-        """When rollouts were stored, of the last minutes."""
         self._coordinator = LeaderLease(run, COORDINATOR)
         self._ledger = Ledger(run)
-        self._retries: Counter[str] = Counter()
         self.running = RunningRollouts()
         """Which rollouts run, and where."""
         self._finished = False
@@ -115,8 +76,17 @@ class Monitor:
         for name, events in self._events.read():
             pod = self._pods.setdefault(name, PodView(name))
             for event in events:
-                self._apply(pod, event)
+                if isinstance(event, Summary):
+                    pod.adopt(event)
+                    self.running.adopt(name, event)
+                    self._outcomes.adopt(event)
+                    continue
+                pod.apply(event)
                 self.running.apply(name, event)
+                if isinstance(event, RolloutEvent):
+                    self._outcomes.apply(event)
+        for rollout in self._outcomes.between_pods(self.running.ids):
+            self.running.forget(rollout)
         for name, progress in self._progress():
             known = self._pods.get(name)
             if known is not None and progress.t > known.seen_at:
@@ -127,6 +97,19 @@ class Monitor:
                     known.tokens_per_s = progress.tokens_per_s
         self._began = min(self._began, time.monotonic())
 
+    def list_rollouts(self, within: int | None = None) -> None:
+        """Has :attr:`rollouts` list those that ended well too; to be called before the first look.
+
+        Args:
+            within: Where all event files together have more bytes, only those are listed that end from now on, the last
+                :data:`LISTED` of them.
+        """
+        size = 0 if within is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
+        if within is None or size <= within:
+            self._outcomes, self._events = Outcomes(None), EventReader(self.run.events)
+        else:
+            self._outcomes = Outcomes(LISTED)
+
     def _progress(self) -> Iterator[tuple[str, Progress]]:
         if len(self._pods) > FEW and self._coordinator.holder():
             yield from reported(self._coordinator).progress.items()
@@ -136,39 +119,6 @@ class Monitor:
                 self._processes[name] = process
             if (progress := progress_of(lease)) is not None:
                 yield name, progress
-
-    def _apply(self, pod: PodView, event: AnyEvent) -> None:
-        pod.seen_at, pod.grown_at = event.t, time.monotonic()
-        if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not pod.busy_at:
-            pod.busy_at = event.t
-        match event:
-            case PodEvent():
-                pod.state = event.state
-                pod.job_id = pod.job_id if event.job_id is None else event.job_id
-                pod.node = pod.node if event.node is None else event.node
-                pod.why = pod.why if event.why is None else event.why
-                pod.stored = pod.stored if event.stored is None else event.stored
-                if not pod.active:
-                    pod.running = 0
-            case ProgressEvent():
-                pod.running, pod.stored = event.running, event.stored
-            case WorkerEvent():
-                if event.state == "ready":
-                    pod.live[event.rank] = event.slots or 0
-                else:
-                    pod.live.pop(event.rank, None)
-                if event.state == "excluded":
-                    pod.excluded[event.node or ""] = event.why or ""
-                pod.workers, pod.slots = len(pod.live), sum(pod.live.values())
-            case AttemptEvent():
-                if event.kind != "cancelled":  # its user's decision, not a fault
-                    self._retries[event.kind] += 1
-            case RolloutEvent():
-                before = self._rollouts.get(event.id)
-                # A later success replaces a failure (resume --failed); otherwise the first stored result stands.
-                if before is None or before.status in ("failed", "cancelled"):
-                    self._rollouts[event.id] = event
-                self._recent.append(event.t)
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a sentence on pods without work while others have more than they can run, if there are any.
@@ -190,11 +140,7 @@ class Monitor:
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
         """Replaces what the events say of rollouts by what is stored of them."""
         self.refresh()
-        known, self._rollouts = self._rollouts, {}
-        for rollout in stored:
-            if before := known.get(rollout.id):
-                rollout.inexact, rollout.t = before.inexact, before.t
-            self._rollouts[rollout.id] = rollout
+        self._outcomes.settle(stored)
 
     def at_work(self) -> list[tuple[str, float]]:
         """Returns the job id of the pod and the begin, in seconds UTC, of each rollout that runs."""
@@ -203,8 +149,13 @@ class Monitor:
 
     @property
     def rollouts(self) -> dict[str, RolloutEvent]:
-        """The stored rollouts, by id."""
-        return self._rollouts
+        """The stored rollouts that are listed, by id: those that ended badly, and as :meth:`list_rollouts` says."""
+        return self._outcomes.listed
+
+    @property
+    def stored(self) -> Counter[str]:
+        """How many are stored, by policy."""
+        return self._outcomes.by_policy
 
     def status(
         self,
@@ -222,7 +173,7 @@ class Monitor:
             trainers: those that run or wait, by policy; ``None`` where the caller cannot tell.
         """
         self.refresh()
-        counts = Counter(event.status for event in self._rollouts.values())
+        counts, failed = self._outcomes.by_status, self._outcomes.failures
         jobs = None if live_jobs is None else set(live_jobs) - set(pending)
         pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
@@ -235,7 +186,7 @@ class Monitor:
             "total": total,
         }
         unstarted = [asdict(pod) for pod in self._marks.unstarted()]
-        rate = self._rate()
+        rate = self._outcomes.rate()
         left, waits_for = total - stored, [] if self._finished else self._marks.open
         idle = bool(waits_for) and left <= 0
         state = Facts(
@@ -258,9 +209,9 @@ class Monitor:
             "servers": servers(self.run, self._finished),
             "unstarted": unstarted,
             **({"training": self._trainings.status(trainers)} if self._trainings else {}),
-            "failures": dict(Counter(e.kind for e in self._rollouts.values() if e.status == "failed")),
-            "first_failures": [asdict(cause) for cause in causes(self.run, self._rollouts.values(), self.running.last)],
-            "retries": dict(self._retries),
+            "failures": dict(Counter(event.kind for event in failed)),
+            "first_failures": [asdict(cause) for cause in causes(self.run, failed, self.running.last)],
+            "retries": dict(self.running.retries),
             "failed_at": self.running.by_cause(),
             "tokens_per_s": round(sum(pod["tokens_per_s"] for pod in pods), 1),
             "rate_per_s": round(rate, 3),
@@ -316,32 +267,9 @@ class Monitor:
         grown = time.monotonic() - pod.grown_at
         return grown if pod.grown_at > self._began else max(grown, time.time() - pod.seen_at)
 
-    def _rate(self) -> float:
-        now = time.time()
-        self._recent = [t for t in self._recent if t >= now - RATE_WINDOW_S]
-        if len(self._recent) < 2:
-            return 0.0
-        return len(self._recent) / max(1.0, now - min(self._recent))
-
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Per policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says of them."""
-        rows: dict[str, dict[str, Any]] = {}
-        for rollout_id, event in self._rollouts.items():
-            name, policy, _ = rollout_id.rsplit("/", 2)
-            task, _ = without_round(name)
-            start = {"rollouts": 0, "statuses": Counter[str](), "rewards": {}, "turns": 0, "seconds": 0.0, "inexact": 0}
-            row = rows.setdefault(policy, start)
-            row["rewards"].setdefault(task, []).append(event.reward)
-            row["inexact"] += event.inexact
-            row["rollouts"] += 1
-            row["statuses"][event.status] += 1
-            row["turns"] += event.turns
-            row["seconds"] += event.seconds
-        for row in rows.values():
-            by_task = row.pop("rewards")
-            row["evaluation"] = evaluate(by_task, **self._evaluation)
-            rewards = [reward for given in by_task.values() for reward in given if reward is not None]
-            row["statuses"] = dict(row["statuses"])
-            row["solved"] = row["evaluation"]["passed"] if row["evaluation"] else 0
-            row["mean_reward"] = round(sum(rewards) / len(rewards), 4) if rewards else None
-        return dict(sorted(rows.items()))
+        """Per policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says of them.
+
+        Of those that are listed: after :meth:`settle`, of all.
+        """
+        return self._outcomes.policies(self._evaluation)

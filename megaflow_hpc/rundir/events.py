@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -163,6 +165,9 @@ def rounded(value: float | None, digits: int) -> float | None:
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
+_LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
+"""The line of a pod's last event, after which it closes its file."""
+T = TypeVar("T", bound=Event)
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _encoder = msgspec.json.Encoder()
 
@@ -221,44 +226,75 @@ class EventWriter:
             pass
 
 
-class EventReader:
+class EventReader(Generic[T]):
     """Follows the event files of a run, of which it keeps so many open that a look costs few opens.
 
     Args:
         folder: ``RUN/events``.
         only: The kind of event to decode; empty decodes every kind.
         about: The rollout to decode events of; empty decodes those of all, and those of none.
+        begin: Called with a file before it is read; returns how many of its bytes need no reading, and events that
+            stand for them. Default: every byte is read.
     """
 
-    def __init__(self, folder: Path, only: str = "", about: str = "") -> None:
-        self._folder = folder
+    _readers: ClassVar[weakref.WeakSet[EventReader[Any]]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        folder: Path,
+        only: str = "",
+        about: str = "",
+        begin: Callable[[Path], tuple[int, list[T]]] | None = None,
+    ) -> None:
+        self._folder, self._begin = folder, begin
         self._mark = f'"event": "{only}"'.encode() if only else b""
         self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
         self._offsets: dict[Path, int] = {}
+        self._ended: set[Path] = set()
+        """Files to which nothing is added any more."""
         self._open: dict[Path, BinaryIO] = {}
-        self._most_open = descriptors.limit() // 2
+        self._most_open = 0
+        self._readers.add(self)
 
-    def read(self, pods: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent]]]:
+    def read(self, pods: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | T]]]:
         """Yields each file's ``<pod>.<start>`` and the events appended to it since the last call, maybe none.
 
         Args:
             pods: Those whose files are read. Default: every file there is.
         """
+        others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
+        self._most_open = descriptors.limit() // 2 - others
         named = None if pods is None else sorted(self._folder / f"{pod}.jsonl" for pod in pods)
         for path in sorted(self._folder.glob("*.jsonl")) if named is None else named:
+            if path in self._ended:
+                yield path.stem, []
+                continue
+            first: list[T] = []
+            if path not in self._offsets and self._begin is not None:
+                self._offsets[path], first = self._begin(path)
             offset = self._offsets.get(path, 0)
             try:
                 data = self._appended(path, offset)
             except OSError:
+                if first:
+                    yield path.stem, [*first]
                 continue  # a file system that is away for a moment
             end = data.rfind(b"\n") + 1
             self._offsets[path] = offset + end
-            lines = (line for line in data[:end].splitlines() if self._mark in line and self._about in line)
-            decoded = (decode(line) for line in lines)
-            yield path.stem, [event for event in decoded if event is not None]
+            lines = data[:end].splitlines()
+            if lines and _LAST.search(lines[-1]):
+                self._ended.add(path)
+                if file := self._open.pop(path, None):
+                    file.close()
+            decoded = (decode(line) for line in lines if self._mark in line and self._about in line)
+            yield path.stem, [*first, *(event for event in decoded if event is not None)]
 
     def _appended(self, path: Path, offset: int) -> bytes:
-        file = self._open.pop(path, None) or open(path, "rb")  # noqa: SIM115
+        file = self._open.pop(path, None)
+        if file is None:
+            if offset and path.stat().st_size <= offset:
+                return b""
+            file = open(path, "rb")  # noqa: SIM115
         try:
             file.seek(offset)
             data = file.read()

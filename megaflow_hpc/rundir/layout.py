@@ -18,7 +18,7 @@
       shards/             <pod>.<start>.h5
       partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
       trajectories.h5     the result
-      events/             <pod>.<start>.jsonl: counters and life-cycle events
+      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: what its first bytes amount to
       live/               what viewers ask for, and what pods show them of rollouts that run (:mod:`.live`)
       logs/               one file per job element
       report/

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.events import (
@@ -207,7 +208,7 @@ class RolloutLog:
 
     def __init__(self, run: RunDir, rollout: str) -> None:
         self._run, self._rollout = run, rollout
-        self._events = EventReader(run.events, about=rollout)
+        self._events: EventReader[Any] = EventReader(run.events, about=rollout)
         self._logs: dict[Path, GrowingLog] = {}
         self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False

@@ -105,6 +105,7 @@ def test_what_a_rollout_used_is_said_where_it_is_known(planned: Run) -> None:
     events.write(RolloutEvent(id="a/b/1", status="completed", turns=3))
     events.close()
     told = {}
+    planned.monitor.list_rollouts()
     for rollout in ("a/b/0", "a/b/1"):
         row = Live(planned.dir, planned.monitor).look(planned.status()).rollouts.of(rollout)
         assert row is not None

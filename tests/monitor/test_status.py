@@ -12,8 +12,10 @@ import pytest
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
+from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.pods.condenser import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.operations import counted
 
@@ -95,3 +97,28 @@ def test_following_many_pods_opens_few_files(run: RunDir) -> None:
     assert status["rollouts"]["completed"] == 2 * pods
     assert operations["opens"] <= 2
     assert sum(operations.values()) <= 20
+
+
+def test_of_a_run_too_large_to_be_read_whole_what_failed_and_what_ends_from_now_on_is_listed(run: RunDir) -> None:
+    for number in range(20):
+        ended(run, "7_0", number, 100)
+    said = {"t": time.time(), "event": "rollout", "id": "7_0/p/20", "status": "failed", "kind": "model", "error": "x"}
+    path = run.event_file("7_0", "0")
+    path.write_bytes(path.read_bytes() + json.dumps(said).encode() + b"\n")
+    keeper = SummaryWriter(path)
+    keeper.finish()
+    assert not path.with_suffix(".summary").exists()  # a few lines need none
+    path.write_bytes(path.read_bytes() + b"{}\n" * 2000)
+    SummaryWriter(path).finish()
+    listed = []
+    for within in (1 << 20, 1000):
+        monitor = Monitor(run)
+        monitor.list_rollouts(within)
+        live = Live(run, monitor)
+        first = live.look(monitor.status())
+        ended(run, "7_0", 21 + len(listed), 0)
+        later = live.look(monitor.status())
+        assert later.status["rollouts"]["completed"] == 21 + len(listed)
+        assert later.status["rollouts"]["failed"] == 1
+        listed.append([(len(seen.rollouts), seen.unlisted) for seen in (first, later)])
+    assert listed == [[(21, 0), (22, 0)], [(2, 20), (3, 20)]]

@@ -48,6 +48,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
     with under_way(f"reading {arguments.run_dir}"):
         run = Run(arguments.run_dir)
+        if arguments.rollouts:
+            run.monitor.list_rollouts()
         status = run.status()
         if arguments.usage:
             status["usage"] = run.usage()

@@ -18,6 +18,8 @@ LOG_LINES = 2000
 """Lines of a log that are shown."""
 IDLE = 4.0
 """So much longer than a look took, the next one waits: a large run or a slow file system is not asked all the time."""
+LISTED_BYTES = 64 << 20
+"""Of events, of some 200,000 rollouts, up to which every rollout is listed; they take seconds to read."""
 LEAVE_S = 2.0
 """What a file system may take when the view is left."""
 
@@ -84,6 +86,7 @@ class Reader(threading.Thread):
     def run(self) -> None:
         """Looks until it is stopped."""
         try:
+            self._run.monitor.list_rollouts(LISTED_BYTES)
             with self._run.tended() as tend:
                 while not self._stopped:
                     began = time.monotonic()

@@ -109,6 +109,8 @@ def remarks(snapshot: Snapshot) -> Iterator[str]:
             where = ", ".join(f"{node or '?'} {count}" for node, count in list(nodes.items())[:3])
             causes.append(f"{cause} {sum(nodes.values())} ({where}{', …' if len(nodes) > 3 else ''})")
         yield "failed attempts: " + ", ".join(causes)
+    if snapshot.unlisted:
+        yield f"{snapshot.unlisted} that ended well are not listed: megaflow-hpc status RUN --rollouts"
     if status.get("waits_for"):
         yield f"waits for {', '.join(status['waits_for'])} to add rollouts"
     yield from queue_lines(status)

@@ -20,6 +20,8 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.events import AttemptEvent, EventReader
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.pods import summary
+from megaflow_hpc.rundir.pods.summary import Summary
 from megaflow_hpc.trajectory import Attempt
 
 
@@ -60,7 +62,7 @@ class Histories:
         self._run = run
         self._seen: set[str] = set()
         self._known: dict[str, History] = {}
-        self._failures = EventReader(run.events, only="attempt")
+        self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
         """Rollout → attempt → cause, of pods that could not tell."""
 
@@ -86,9 +88,10 @@ class Histories:
     def look_at_events(self, pods: Collection[str]) -> None:
         """Reads the failed attempts in the events of these starts of pods, which were killed."""
         for _, events in self._failures.read(pods):
-            for event in events:
-                if isinstance(event, AttemptEvent):
-                    self._hear(event)
+            for told in events:  # the summary of the first has those of rollouts that were not stored
+                for event in told.events if isinstance(told, Summary) else (told,):
+                    if isinstance(event, AttemptEvent):
+                        self._hear(event)
 
     def _hear(self, event: AttemptEvent) -> None:
         cause, at = event.kind, event.t

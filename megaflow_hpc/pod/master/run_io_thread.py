@@ -57,6 +57,7 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Viewers
+from megaflow_hpc.rundir.pods.condenser import SummaryWriter
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
@@ -99,7 +100,8 @@ class RunIoThread(threading.Thread):
         self._coordination = Coordination(ledger, endpoints, budget)
         self._began_at = round(time.time(), 3)
         self._progress = ShowProgress(0, 0, 0, 0.0)
-        self._viewers = Viewers(run, ledger.identity.name if ledger.identity else "")
+        name = ledger.identity.name if ledger.identity else ""
+        self._viewers, self._summary = Viewers(run, name), SummaryWriter(run.events / f"{name}.jsonl")
         self._exceeded = ""
         self._state = RunState()
         self._stuck_since: float | None = None
@@ -199,6 +201,7 @@ class RunIoThread(threading.Thread):
         self._post_state()
         self.reports.put(TurnEnded(time.monotonic()))
         self._events.flush()
+        self._summary.tick()
 
     def _renew(self, ended: str = "") -> None:
         now = round(time.time(), 3)
@@ -318,6 +321,7 @@ class RunIoThread(threading.Thread):
             histories.remove_partials(self._run)
             self._viewers.clear()
         self._coordination.leave()
+        self._summary.finish()
         self._renew(ended="released")
 
     # --- reports ---

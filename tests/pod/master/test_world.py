@@ -37,7 +37,9 @@ class Played:
             record["trajectory"] for file in run.journal.iterdir() for _, record in read_journal(file)
             if record["kind"] == "trajectory"
         ]  # fmt: skip
-        self.events = [json.loads(line) for file in run.events.iterdir() for line in file.read_text().splitlines()]
+        self.events = [
+            json.loads(line) for file in run.events.glob("*.jsonl") for line in file.read_text().splitlines()
+        ]
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [entry for entry in self.events if entry["event"] == event]
@@ -225,6 +227,7 @@ def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> Non
         found = dict(zip(store.column("id").tolist(), store.advantages("drgrpo").tolist(), strict=True))
     assert {name: value for name, value in found.items() if value} == {"mixed_a@12/p/0": -0.5, "mixed_a@12/p/5": 0.5}
     monitor = Monitor(run)
+    monitor.list_rollouts()
     monitor.refresh()
     assert monitor.summary()["p"]["evaluation"]["tasks"] == 1
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
+from megaflow_hpc.rundir.pods.summary import Summary
 
 ENDED = ("done", "drained", "paused", "lost")
 
@@ -36,10 +37,14 @@ class RunningRollouts:
         """Rollout → (pod, rank) → what runs there: one, or two of a straggler."""
         self._stored_at: dict[str, float] = {}
         """Rollout → when its last outcome was stored."""
+        self._begun: dict[str, dict[str, Place]] = {}
+        """Pod → rollout that it has not stored → its last attempt there."""
         self.last: dict[str, Place] = {}
         """Rollout → its last attempt."""
         self.failures: Counter[tuple[str, str]] = Counter()
         """(cause, node) → attempts that failed there, those that were repeated included."""
+        self.retries: Counter[str] = Counter()
+        """Cause → attempts that were repeated."""
 
     def apply(self, pod: str, event: AnyEvent) -> None:
         """Takes in one event of ``pod`` (``<pod>.<start>``)."""
@@ -52,9 +57,12 @@ class RunningRollouts:
                 if later:  # what failed was begun anew
                     self._running[rollout] = later
                 if event.status == "failed":
-                    self._failed(rollout, event.kind)
+                    self._failed(pod, rollout, event.kind)
+                self._begun.get(pod, {}).pop(rollout, None)
             case AttemptEvent(id=rollout):
-                self._failed(rollout, event.kind, event.rank)
+                if event.kind != "cancelled":  # its user's decision, not a fault
+                    self.retries[event.kind] += 1
+                self._failed(pod, rollout, event.kind, event.rank)
                 places = self._running.get(rollout, {})
                 for key in [key for key in places if key[0] == pod and event.rank in (None, key[1])]:
                     del places[key]
@@ -65,10 +73,42 @@ class RunningRollouts:
             case PodEvent() if event.state in ENDED:
                 self._end(pod)
 
+    def forget(self, rollout: str) -> None:
+        """Keeps nothing of a rollout that has ended for good and that no event will speak of any more."""
+        for kept in (self._running, self._stored_at, self.last):
+            kept.pop(rollout, None)
+
+    @property
+    def ids(self) -> Iterable[str]:
+        """The rollouts that run anywhere, or did in pods that have not said what became of them."""
+        return [rollout for rollout, places in self._running.items() if places]
+
+    def adopt(self, pod: str, summary: Summary) -> None:
+        """Takes in what the first events of a pod amount to."""
+        failures, retries = self.failures.copy(), self.retries + Counter(summary.retries)
+        for event in summary.events:
+            self.apply(pod, event)
+        for cause, nodes in summary.failures.items():
+            for node, count in nodes.items():
+                failures[cause, node] += count
+        self.failures, self.retries = failures, retries  # the summary's count those of the events that it keeps
+        for ended in summary.ended_badly:
+            self._stored_at[ended.id] = max(ended.t, self._stored_at.get(ended.id, 0.0))
+            if ended.began is not None:
+                rank, attempt, began_at = ended.began
+                place = Place(ended.id, pod, rank, self._nodes.get((pod, rank), ""), attempt, began_at)
+                before = self.last.get(ended.id)
+                if before is None or before.began_at <= began_at:
+                    self.last[ended.id] = place
+            later = {k: p for k, p in self._running.pop(ended.id, {}).items() if p.began_at > ended.t}
+            if later:
+                self._running[ended.id] = later
+
     def _start(self, pod: str, event: StartEvent) -> None:
         """Another pod, or another start of this one, may have had it before, and its file may be read later."""
         node = self._nodes.get((pod, event.rank), "")
         place = Place(event.id, pod, event.rank, node, event.attempt, event.t)
+        self._begun.setdefault(pod, {})[event.id] = place
         before = self.last.get(event.id)
         if before is not None and before.pod != pod and before.began_at > event.t:
             return
@@ -77,8 +117,8 @@ class RunningRollouts:
             twins = {key: twin for key, twin in self._running.get(event.id, {}).items() if key[0] == pod}
             self._running[event.id] = {**twins, (pod, event.rank): place}
 
-    def _failed(self, rollout: str, cause: str, rank: int | None = None) -> None:
-        place = self.last.get(rollout)
+    def _failed(self, pod: str, rollout: str, cause: str, rank: int | None = None) -> None:
+        place = self._begun.get(pod, {}).get(rollout)
         self.failures[cause, place.node if place is not None and rank in (None, place.rank) else ""] += 1
 
     def _end(self, pod: str, rank: int | None = None) -> None:

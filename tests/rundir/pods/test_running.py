@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from megaflow_hpc.monitor.running import RunningRollouts
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
+from megaflow_hpc.rundir.pods.running import RunningRollouts
 
 
 def start(t: float, rollout: str, rank: int = 1, attempt: int = 0) -> AnyEvent:

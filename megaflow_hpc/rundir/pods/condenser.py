@@ -1,0 +1,198 @@
+"""Condenses the events of one pod, as they are written, into the summary of its event file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megaflow_hpc.rundir.events import (
+    AnyEvent,
+    AttemptEvent,
+    PodEvent,
+    ProgressEvent,
+    RolloutEvent,
+    StartEvent,
+    WorkerEvent,
+    decode,
+)
+from megaflow_hpc.rundir.pods import summary as files
+from megaflow_hpc.rundir.pods.running import RunningRollouts
+from megaflow_hpc.rundir.pods.summary import ENDED_WELL, EndedBadly, Summary, digest, policy_of
+
+RECENT_S = 300.0
+"""Rollouts that were stored within so many seconds before the last event are told by the second."""
+LOOK_S = 5.0
+EVERY_S = 60.0
+"""Between two summaries at least."""
+TAIL = 32 << 10
+"""Bytes of events that are left without a summary at most, or half as many as the summary has: it is written anew."""
+LAST_TAIL = 4 << 10
+"""The same where the pod ends."""
+PIECE = 256 << 10
+"""Bytes of events that are read at once; the thread has other work."""
+LAST_PIECES = 16
+"""So many of them are read when the pod ends; it is awaited."""
+SHARE = 50
+"""So much longer than a piece took, the next one waits: the pod's own work goes first, however fast rollouts end."""
+
+
+class Condenser:
+    """Takes in every event of one pod in their order, and says what they amount to.
+
+    Its memory grows with what runs and what has failed, and by 8 bytes for each rollout that ended well.
+    """
+
+    def __init__(self) -> None:
+        self._pod: tuple[int, PodEvent] | None = None
+        self._progress: tuple[int, ProgressEvent] | None = None
+        self._workers: list[tuple[int, AnyEvent]] = []
+        self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
+        """Rollout that has not ended → its events."""
+        self._running = RunningRollouts()
+        self._bad: dict[str, RolloutEvent] = {}
+        self._well: dict[str, Counter[str]] = {}
+        self._digests = bytearray()
+        self._inexact: Counter[str] = Counter()
+        self._recent: Counter[int] = Counter()
+        self._number = 0
+        self._seen_at = self._busy_at = 0.0
+
+    def apply(self, event: AnyEvent) -> None:
+        """Takes in one event."""
+        self._number += 1
+        self._seen_at = event.t
+        if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not self._busy_at:
+            self._busy_at = event.t
+        self._running.apply("", event)
+        match event:
+            case PodEvent():
+                self._pod = self._number, _merged(self._pod[1], event) if self._pod else event
+            case ProgressEvent():
+                self._progress = self._number, event
+            case WorkerEvent():
+                self._workers.append((self._number, event))
+            case StartEvent(id=rollout) | AttemptEvent(id=rollout):
+                self._open.setdefault(rollout, []).append((self._number, event))
+            case RolloutEvent():
+                self._end(event)
+
+    def _end(self, event: RolloutEvent) -> None:
+        self._open.pop(event.id, None)
+        self._recent[int(event.t)] += 1
+        if event.status not in ENDED_WELL:
+            self._bad[event.id] = event
+            return
+        self._bad.pop(event.id, None)
+        self._running.forget(event.id)
+        policy = policy_of(event.id)
+        self._well.setdefault(policy, Counter())[event.status] += 1
+        self._digests += digest(event.id)
+        if event.inexact:
+            self._inexact[policy] += event.inexact
+
+    def summary(self, covers: int) -> Summary:
+        """Returns what the events amount to, which are the first ``covers`` bytes of their file."""
+        kept = [*self._workers, *(event for events in self._open.values() for event in events)]
+        kept += [event for event in (self._pod, self._progress) if event is not None]
+        self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
+        return Summary(
+            t=self._seen_at,
+            covers=covers,
+            events=[event for _, event in sorted(kept, key=lambda pair: pair[0])],
+            ended_well={policy: dict(statuses) for policy, statuses in self._well.items()},
+            digests=bytes(self._digests),
+            inexact=dict(self._inexact),
+            ended_badly=list(self._ended_badly()),
+            retries=dict(self._running.retries),
+            failures=self._running.by_cause(),
+            recent=dict(self._recent),
+            busy_at=self._busy_at,
+        )
+
+    def _ended_badly(self) -> Iterator[EndedBadly]:
+        first: dict[str, RolloutEvent] = {}
+        for event in self._bad.values():
+            if event.kind not in first or event.t < first[event.kind].t:
+                first[event.kind] = event
+        for event in self._bad.values():
+            place = self._running.last.get(event.id)
+            yield EndedBadly(
+                event.id,
+                event.status,
+                event.kind,
+                event.error if first[event.kind] is event else "",
+                event.t,
+                event.seconds,
+                event.turns,
+                event.inexact,
+                (place.rank, place.attempt, place.began_at) if place else None,
+            )
+
+
+def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
+    """The later one with what only the earlier one says."""
+    said = {name: getattr(event, name) for name in event.__struct_fields__}
+    return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in said.items()})
+
+
+class SummaryWriter:
+    """Keeps the summary of one event file, of which it reads what others append; a disk that refuses stops nothing.
+
+    Args:
+        events: the event file.
+        clock: seconds of a clock that never jumps.
+    """
+
+    def __init__(self, events: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = events, clock
+        self._condenser = Condenser()
+        self._covered = self._written = 0
+        """Bytes of events that the condenser has taken in, and those that the summary on the disk covers."""
+        self._size = 0
+        """Bytes of that."""
+        self._look_at = clock() + LOOK_S
+        self._write_at = clock() + EVERY_S
+        self._descriptor = -1
+
+    def tick(self) -> None:
+        """Reads what was appended, if that is due, and replaces the summary, if that is."""
+        if self._clock() < self._look_at:
+            return
+        began = time.thread_time()
+        with suppress(OSError):
+            self._take_in()
+            if self._clock() >= self._write_at and self._covered - self._written >= max(TAIL, self._size // 2):
+                self._write()
+        self._look_at = self._clock() + max(LOOK_S, SHARE * (time.thread_time() - began))
+
+    def finish(self) -> None:
+        """Writes the last summary, where it spares a reader much; nothing is written behind it by this object."""
+        with suppress(OSError):
+            for _ in range(LAST_PIECES):
+                if not self._take_in():
+                    break
+            if self._covered - self._written >= LAST_TAIL:
+                self._write()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _take_in(self) -> int:
+        """Returns how many bytes it took in."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        data = os.pread(self._descriptor, PIECE, self._covered)
+        end = data.rfind(b"\n") + 1
+        for line in data[:end].splitlines():
+            if (event := decode(line)) is not None:
+                self._condenser.apply(event)
+        self._covered += end
+        return end
+
+    def _write(self) -> None:
+        self._size = files.write(self._path, self._condenser.summary(self._covered))
+        self._written, self._write_at = self._covered, self._clock() + EVERY_S

@@ -1,0 +1,228 @@
+"""Summaries of event files: they say what the events say, wherever they end, and nothing depends on them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.pod.master.histories import Histories
+from megaflow_hpc.rundir.events import AttemptEvent, EventWriter, PodEvent, RolloutEvent, StartEvent, decode, encode
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.pods import summary
+from megaflow_hpc.rundir.pods.condenser import EVERY_S, TAIL, Condenser, SummaryWriter
+from megaflow_hpc.rundir.record import RunRecord, write_run
+from tests.support.histories import History
+from tests.support.ledgers import Clock
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make(tmp_path / "run")
+
+
+def make(path: Path) -> RunDir:
+    run = RunDir(path)
+    run.create()
+    Ledger(run).create()
+    write_run(run, RunRecord(campaign={"name": "x"}, total=10_000))
+    return run
+
+
+def condense(events: Path, covered: int) -> bytes:
+    """Writes the summary of the first bytes of an event file, as its pod would have; returns it."""
+    condenser = Condenser()
+    for line in events.read_bytes()[:covered].splitlines():
+        event = decode(line)
+        assert event is not None
+        condenser.apply(event)
+    summary.write(events, condenser.summary(covered))
+    return summary.path_of(events).read_bytes()
+
+
+def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
+    """What a first look finds, but for what the time of the look decides."""
+    monitor = Monitor(run)
+    if listed:
+        monitor.list_rollouts()
+    status = monitor.status()
+    told = {key: value for key, value in status.items() if key not in ("rate_per_s", "eta_s")}
+    told["pods"] = [{key: value for key, value in pod.items() if key != "silent_s"} for pod in status["pods"]]
+    told["first_failures"] = sorted(told["first_failures"], key=lambda cause: str(cause["kind"]))
+    places = monitor.running.longest([pod["pod"] for pod in status["pods"]])
+    badly = [event for event in monitor.rollouts.values() if event.status in ("failed", "cancelled")]
+    return {
+        **told,
+        "rate": round(status["rate_per_s"], 1),
+        "places": places,
+        "at_work": sorted(monitor.at_work()),
+        "stored": monitor.stored,
+        "badly": sorted((event.id, event.status, event.kind, event.t, event.turns) for event in badly),
+    }
+
+
+def cut(events: Path, draw: random.Random) -> int:
+    """A place between two lines of a file, or its end, or its beginning."""
+    ends = [0]
+    for line in events.read_bytes().splitlines(keepends=True):
+        ends.append(ends[-1] + len(line))
+    return draw.choice(ends)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_status_is_the_same_with_summaries_wherever_they_end(run: RunDir, seed: int) -> None:
+    draw = random.Random(seed)
+    History(seed, pods=6, steps=300, now=time.time()).write(run.events)
+    without = said(run)
+    assert sum(without["rollouts"][state] for state in ("completed", "truncated", "failed")) > 50
+    assert said(run, listed=True) == without
+    for events in sorted(run.events.glob("*.jsonl")):
+        condense(events, cut(events, draw))
+    assert said(run) == without
+    for events in sorted(run.events.glob("*.jsonl")):
+        whole = condense(events, cut(events, draw))
+        damaged = draw.choice(
+            [
+                whole[: draw.randrange(len(whole))],
+                whole[:-1] + bytes([whole[-1] ^ 1]),
+                b"",
+                whole + b"\0",
+                bytes(draw.randrange(256) for _ in range(64)),
+            ]
+        )
+        if draw.random() < 0.7:
+            summary.path_of(events).write_bytes(damaged)
+    assert said(run) == without
+
+
+def test_a_summary_of_more_than_there_is_is_not_used(run: RunDir) -> None:
+    History(1, pods=1, steps=300, now=time.time()).write(run.events)
+    events = sorted(run.events.glob("*.jsonl"))[0]
+    lines = events.read_bytes().splitlines(keepends=True)
+    condense(events, events.stat().st_size)
+    events.write_bytes(b"".join(lines[:-20]))  # a node lost power: its last events were not on the disk
+    with_it = said(run)
+    summary.path_of(events).unlink()
+    assert with_it == said(run)
+
+
+def test_texts_that_are_none_are_summarised(run: RunDir) -> None:
+    events = run.event_file("a", "0")
+    events.write_bytes(encode(RolloutEvent(t=1.0, id="t/p/0", status="failed", kind="agent", error="\udc80 \ud83d")))
+    condense(events, events.stat().st_size)
+    assert summary.read(events) is not None
+    assert [cause["error"] for cause in said(run)["first_failures"]] == ["\\udc80 \\ud83d"]
+
+
+def test_a_pod_renames_a_summary_now_and_then_and_a_first_look_reads_it_in_place_of_the_events(run: RunDir) -> None:
+    clock, writes = Clock(), 0
+    for pod in range(2):
+        path = run.event_file(f"7_{pod}", "0")
+        keeper, began = SummaryWriter(path, clock), clock.now
+        inode = 0
+        with open(path, "ab") as file:
+            for number in range(2_000):
+                clock.now += 9.0
+                rollout = f"django__django-{pod}{number:05d}/qwen/0"
+                t = time.time() - (2_000 - number) * 9.0
+                file.write(encode(StartEvent(t=t, id=rollout, rank=1, attempt=0)))
+                kind = "model" if number % 20 == 0 else ""
+                status = "failed" if kind else "completed"
+                file.write(
+                    encode(RolloutEvent(t=t, id=rollout, status=status, kind=kind, error="e" * 300 * bool(kind)))
+                )
+                file.flush()
+                keeper.tick()
+                there = summary.path_of(path)
+                if there.exists() and there.stat().st_ino != inode:
+                    inode, writes = there.stat().st_ino, writes + 1
+        keeper.finish()
+        assert writes <= (pod + 1) * (clock.now - began) / EVERY_S
+    size = sum(path.stat().st_size for path in run.events.glob("*.jsonl"))
+    assert writes <= size / TAIL
+    with_them, few = bytes_read(run)
+    for path in run.events.glob("*.summary"):
+        path.unlink()
+    without, all_of_them = bytes_read(run)
+    assert with_them == without
+    assert all_of_them > size > 10 * few
+
+
+def bytes_read(run: RunDir) -> tuple[dict[str, Any], int]:
+    """What a first look finds, and the bytes that this process reads for it."""
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = read()
+    found = said(run)
+    return found, read() - before
+
+
+WRITES = """
+import sys, time
+from pathlib import Path
+from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, StartEvent
+from megaflow_hpc.rundir.pods import condenser
+condenser.LOOK_S, condenser.EVERY_S, condenser.TAIL, condenser.SHARE = 0.0, 0.0, 1, 0
+path = Path(sys.argv[1])
+events, keeper = EventWriter(path), condenser.SummaryWriter(path)
+events.write(PodEvent(state="started", job_id="7_0", node="n"))
+for number in range(10**9):
+    rollout = f"t{number}/p/0"
+    events.write(StartEvent(id=rollout, rank=1, attempt=0))
+    if number % 3:
+        events.write(RolloutEvent(id=rollout, status="failed" if number % 7 == 0 else "completed", kind="model"))
+    events.flush()
+    keeper.tick()
+    if number == 20:
+        print("going", flush=True)
+"""
+
+
+def test_a_pod_that_is_killed_at_any_instant_leaves_what_reads_right(run: RunDir) -> None:
+    draw, used = random.Random(4), 0
+    for number in range(4):
+        path = run.event_file(f"7_{number}", "0")
+        with subprocess.Popen([sys.executable, "-c", WRITES, str(path)], stdout=subprocess.PIPE) as pod:
+            assert pod.stdout is not None
+            pod.stdout.readline()
+            time.sleep(draw.random() / 5)
+            pod.send_signal(signal.SIGKILL)
+        used += summary.read(path) is not None
+    with_them = said(run)
+    assert used == 4
+    for path in run.events.glob("*.summary"):
+        path.unlink()
+    without = said(run)
+    assert with_them.pop("rate") == pytest.approx(without.pop("rate"), rel=0.2)  # they ended within the last second
+    assert with_them == without
+
+
+def test_a_successor_hears_of_failures_that_only_a_summary_covers(run: RunDir) -> None:
+    path = run.event_file("a", "0")
+    events = EventWriter(path)
+    events.write(PodEvent(state="started"))
+    for number in range(3):
+        for attempt in range(2):
+            events.write(StartEvent(id=f"t{number}/p/0", rank=1, attempt=attempt))
+            events.write(AttemptEvent(id=f"t{number}/p/0", attempt=attempt, kind="model", error="none", rank=1))
+    events.write(RolloutEvent(id="t2/p/0", status="completed"))
+    events.close()
+    told = []
+    for covered in (0, path.stat().st_size):
+        condense(path, covered)
+        known = Histories(run)
+        known.look_at_events(["a.0"])
+        told.append([known.take("t0/p/0"), known.take("t1/p/0")])
+    assert told[0] == told[1]
+    assert told[1][0] is not None
+    assert (told[1][0].causes, told[1][0].next_attempt) == (["model", "model"], 2)
