@@ -11,11 +11,13 @@ import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import mpi_library, mpi_order
+
+if TYPE_CHECKING:
+    from megaflow_hpc.config import CampaignConfig
 
 ASK_S = 60.0
 """A busy slurmctld may take this long to answer."""
