@@ -6,6 +6,7 @@ That is other requests of Slurm, the blocks of pods that are gone, and failures 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ from megaflow_hpc.rundir.overrides import Changes, override
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.ids import array_of, scancel
+
+LEAVE_S = 15.0
+"""Seconds for pods to leave once the campaign is finished."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
     if launcher != "slurm":
         raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
     pods, known = jobs.live_pods(0), jobs.ids()
+    end = time.monotonic() + LEAVE_S
+    while Marks(run).finished and pods and time.monotonic() < end:  # they are just leaving
+        time.sleep(1.0)
+        pods = jobs.live_pods(0)
     if pods is None and known:
         raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
     if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:

@@ -319,7 +319,6 @@ class Master:
     def _leave(self, state: str) -> str:
         """Stops the workers, gives unfinished blocks back, and returns the pod's last word."""
         pod = self.pod
-        nothing_left = self._io.idle and not self._io.held
         pod.comm.push()
         self._ranks.stop()
         pod.comm.push()
@@ -335,8 +334,8 @@ class Master:
             if isinstance(report, Durable):
                 self._results.count(report.results)
                 self._mark_progress()
-        if nothing_left and self._io.finished:
-            state = "done"  # also where the pod drains
+        if self._io.finished:
+            state = "done"  # also where the pod drains, and what it cut short has failed for good
         pod.events.write(PodEvent(state=state, stored=self._results.stored))
         pod.events.close()
         return state

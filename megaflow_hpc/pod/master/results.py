@@ -252,7 +252,10 @@ class Results:
                 "for more (megaflow-hpc resume RUN --failed --time D-HH:MM:SS), or bound its agent (timeout_s)"
             )
         if history.cuts > most:
-            return f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}"
+            return (
+                f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}; try "
+                "it again in longer ones (megaflow-hpc resume RUN --failed --time D-HH:MM:SS)"
+            )
         return ""
 
     # --- what is durable ---

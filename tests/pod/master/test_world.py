@@ -108,6 +108,7 @@ def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says
         assert kinds == [first, (1, "failed", "walltime")]
         assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
         assert "scheduling.cuts: 1" in stored["error"]
+        assert "resume RUN --failed --time" in stored["error"]
     assert [entry["kind"] for entry in played.of("attempt") if entry["id"] == "cut_a/p/0"] == ["walltime"] * 2
     assert not run.partial.exists()
 
@@ -121,6 +122,7 @@ def test_what_ends_a_pod_is_said_and_a_rollout_that_no_walltime_holds_fails_afte
         played = turn(run, ranks=1)
         whys = [event["why"] for event in played.of("pod") if event["state"] == "draining"]
         assert WHY_DRAIN[word] in whys
+    assert played.state == "done", "nothing is left for which its element should be queued again"
     (stored,) = played.stored
     assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
     assert "the walltime ended it 2 times in a row" in stored["error"]
