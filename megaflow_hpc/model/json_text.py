@@ -2,8 +2,8 @@
 
 Decoders keep the interpreter's lock for as long as they work, so a thread alone would not let an event loop go on.
 What makes a document large is long texts: :func:`decoded` takes those out first, looking at some kilobytes at a time,
-decodes the rest, which is bounded, and the texts in slices; :func:`encoded` encodes them in slices. Both give way
-between two slices where they are done :func:`~megaflow_hpc.model.aside.aside`. ::
+decodes them in slices, and the rest, which is bounded, in pieces (:mod:`.json_pieces`); :func:`encoded` encodes long
+texts and lists in slices. Both give way between two slices where they are done by :mod:`.aside`. ::
 
     {"messages": [{"role": "user", "content": "…64 MiB…"}]}
     {"messages": [{"role": "user", "content": "<mark>0"}]}       and the text between its quotes
@@ -15,32 +15,43 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from megaflow_hpc.model.aside import give_way
+from megaflow_hpc.model.json_pieces import Pieces, TooMuch
 from megaflow_hpc.texts import containers_at
 
 LARGE = 256 * 2**10
 """Bytes of a document from which on it is dealt with in pieces."""
-MAX_OBJECTS, MAX_VALUES = 100_000, 1_000_000
-"""Arrays and objects, and values after a comma, in one document: an empty array is 3 bytes of JSON and 80 of memory."""
-MAX_SHORT = 8 * 2**20
-"""Bytes of a document beside its long texts, which are decoded at once."""
 DEPTH = 254
 """Arrays and objects within one another, at most: orjson encodes no more, and what is recorded is encoded again."""
 _WINDOW = 16 * 2**10
 """Bytes that are looked at at once: a text in which a whole window lies is long."""
 _SLICE = 128 * 2**10
 _LONG = 2 * _WINDOW
+_ITEMS = 2048
+"""Items of a list that are encoded at once."""
 _EVERY = 4
 """Windows between two pauses."""
 _HIGH = re.compile(rb"\\u[dD][89abAB]..")
 
 
-class TooMuch(ValueError):
-    """A document would cost far more than its bytes."""
+class Bounds(NamedTuple):
+    """What one large document may hold: an empty array is 3 bytes of JSON and 80 of memory."""
+
+    objects: int
+    """Arrays and objects."""
+    values: int
+    """Values after a comma."""
+    short: int
+    """Bytes beside long texts."""
+
+
+REQUEST = Bounds(100_000, 1_000_000, 8 * 2**20)
+ANSWER = Bounds(1_000_000, 4_000_000, 48 * 2**20)
+"""An engine tells an object and two arrays of each sampled token, and of each of the likeliest beside it."""
 
 
 def parsed(raw: bytes | bytearray) -> Any:
@@ -71,32 +82,31 @@ def packed(value: Any, *, sort_keys: bool = False) -> bytes:
         return json.dumps(value, sort_keys=sort_keys).encode()
 
 
-def decoded(raw: bytes | bytearray) -> Any:
+def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
     """Decodes somebody else's JSON as :func:`parsed` does, within bounds, in pieces if it is large.
 
     Raises:
-        TooMuch: It has over :data:`MAX_OBJECTS` objects and arrays, or :data:`MAX_VALUES` values, or over
-            :data:`MAX_SHORT` bytes beside long texts.
+        TooMuch: It holds more.
         ValueError, RecursionError: It is not JSON.
     """
     if len(raw) <= LARGE:
         return parsed(raw)
-    spans = list(_long_texts(raw))
+    spans = list(_long_texts(raw, bounds))
     mark, rest, last = secrets.token_hex(16), [], 0
     for number, (start, end) in enumerate(spans):
-        rest += [raw[last:start], b"%b%d" % (mark.encode(), number)]
+        rest += [raw[last:start], b"%bt%d" % (mark.encode(), number)]
         last = end
     short = b"".join([*rest, raw[last:]])
-    if len(short) > MAX_SHORT:
-        raise TooMuch(f"over {MAX_SHORT >> 20} MiB beside texts of {_LONG >> 10} KiB and more")
-    value = parsed(short)
-    return _filled(value, {f"{mark}{n}": _text(raw, *span) for n, span in enumerate(spans)}) if spans else value
+    if len(short) > bounds.short:
+        raise TooMuch(f"over {bounds.short >> 20} MiB beside texts of {_LONG >> 10} KiB and more")
+    kept = {f"{mark}t{n}": _text(raw, *span) for n, span in enumerate(spans)}
+    return Pieces(short, mark, kept, parsed).value()
 
 
 def check_values(raw: bytes | bytearray) -> None:
     """Raises :class:`TooMuch` if JSON holds so many values that decoding it would take far more than its bytes."""
     if len(raw) > LARGE:
-        for _ in _long_texts(raw):
+        for _ in _long_texts(raw, REQUEST):
             pass
 
 
@@ -106,20 +116,29 @@ def encoded(value: Any, *, sort_keys: bool = False) -> list[bytes]:
     Raises:
         RecursionError: It is nested more than :data:`DEPTH` deep.
     """
-    mark, found = secrets.token_hex(16), list[str]()
-    rest = _marked(value, mark, found)
-    short = packed(rest, sort_keys=sort_keys)
-    parts = re.split(mark.encode() + rb"\d+", short)
-    numbers = [int(n) for n in re.findall(mark.encode() + rb"(\d+)", short)]
-    whole = parts[:1]
-    for number, part in zip(numbers, parts[1:], strict=True):
-        text = found[number]
-        for start in range(0, len(text), _SLICE):
-            piece = text[start : start + _SLICE]
-            whole.append(packed(piece)[1:-1])
-            give_way()
-        whole.append(part)
-    return whole
+    mark, found = secrets.token_hex(16), list[Any]()
+    short = packed(_marked(value, mark, found), sort_keys=sort_keys)
+    where = re.compile(rb'"%bl(\d+)"|%bt(\d+)' % (mark.encode(), mark.encode()))
+
+    def expanded(part: bytes) -> Iterator[bytes]:
+        last = 0
+        for place in where.finditer(part):
+            yield part[last : place.start()]
+            last, stands_for = place.end(), found[int(place[1] or place[2])]
+            step = _SLICE if isinstance(stands_for, str) else _ITEMS
+            for start in range(0, len(stands_for), step):
+                piece = packed(stands_for[start : start + step], sort_keys=sort_keys)[1:-1]
+                give_way()
+                if isinstance(stands_for, str):
+                    yield piece
+                else:
+                    yield b"," if start else b"["
+                    yield from expanded(piece)
+            if not isinstance(stands_for, str):
+                yield b"]"
+        yield part[last:]
+
+    return list(expanded(short))
 
 
 def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[int, int, bytes]]:
@@ -144,7 +163,7 @@ def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[in
             give_way()
 
 
-def _long_texts(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
+def _long_texts(raw: bytes | bytearray, bounds: Bounds) -> Iterator[tuple[int, int]]:
     """Yields where long texts begin and end, without their quotes; counts what stands outside of texts."""
     objects = values = 0
     inside, began, long = 0, 0, False
@@ -160,8 +179,8 @@ def _long_texts(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
             began, long = start + hidden.rfind(b'"') + 1, False
         objects += outside.count(b"{") + outside.count(b"[")
         values += outside.count(b",")
-        if objects > MAX_OBJECTS or values > MAX_VALUES:
-            raise TooMuch(f"over {MAX_OBJECTS} objects and arrays, or {MAX_VALUES} values")
+        if objects > bounds.objects or values > bounds.values:
+            raise TooMuch(f"over {bounds.objects} objects and arrays, or {bounds.values} values")
 
 
 def _text(raw: bytes | bytearray, start: int, stop: int) -> str:
@@ -169,28 +188,19 @@ def _text(raw: bytes | bytearray, start: int, stop: int) -> str:
     return "".join(parsed(b'"%b"' % bytes(raw[begin:end])) for begin, end, _ in _windows(raw, start, stop))
 
 
-def _filled(value: Any, texts: dict[str, str]) -> Any:
-    """Puts long texts back where their marks stand."""
-    if isinstance(value, str):
-        return texts.get(value, value)
-    if isinstance(value, list):
-        return [_filled(item, texts) for item in value]
-    if isinstance(value, dict):
-        if not texts.keys().isdisjoint(value):
-            raise TooMuch(f"a name of over {_LONG >> 10} KiB")
-        return {key: _filled(item, texts) for key, item in value.items()}
-    return value
-
-
-def _marked(value: Any, mark: str, found: list[str]) -> Any:
-    """Returns a value with marks for its long texts, which are added to ``found``."""
+def _marked(value: Any, mark: str, found: list[Any]) -> Any:
+    """Returns a value with marks for its long texts and lists, which are added to ``found``."""
     if isinstance(value, str):
         if len(value) < _LONG:
             return value
         found.append(value)
-        return f"{mark}{len(found) - 1}"
+        return f"{mark}t{len(found) - 1}"
     if isinstance(value, list | tuple):
-        return [_marked(item, mark, found) for item in value]
+        items = [_marked(item, mark, found) for item in value]
+        if len(items) < _ITEMS:
+            return items
+        found.append(items)
+        return f"{mark}l{len(found) - 1}"
     if isinstance(value, dict):
         return {key: _marked(item, mark, found) for key, item in value.items()}
     return value

@@ -19,12 +19,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megaflow_hpc.model import json_text
+from megaflow_hpc.model import json_pieces, json_text
 from megaflow_hpc.model.aside import aside, asker
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.share import Share
-from megaflow_hpc.model.json_text import MAX_OBJECTS, TooMuch, check_values, decoded, encoded, packed, parsed
+from megaflow_hpc.model.json_pieces import TooMuch
+from megaflow_hpc.model.json_text import REQUEST, check_values, decoded, encoded, packed, parsed
 from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY, _with_model
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -85,7 +86,7 @@ def test_forty_megabytes_of_empty_lists_are_refused_before_they_are_a_gigabyte()
         for tail in (b"", b'"'):  # the second is no JSON at all
             status, reply = asyncio.run(post(model, LISTS[:-2] + tail + LISTS[-2:]))
             assert status == 400
-            assert f"over {MAX_OBJECTS} objects" in reply["error"]["message"]
+            assert f"over {REQUEST.objects} objects" in reply["error"]["message"]
         assert gateway.peak_mib() - before < 300
 
 
@@ -269,7 +270,7 @@ def test_values_are_counted_outside_of_strings() -> None:
     text = json.dumps({"x": '[{,"\\' * 500_000, "y": ["\\\\", '"']}).encode()
     check_values(text)
     with pytest.raises(TooMuch, match="over"):
-        check_values(text[:-1] + b',"z":[' + b"{}," * MAX_OBJECTS + b"{}]}")
+        check_values(text[:-1] + b',"z":[' + b"{}," * REQUEST.objects + b"{}]}")
     with pytest.raises(TooMuch, match="over"):
         check_values(b'["",' * 3_000_000)
 
@@ -386,9 +387,13 @@ def test_large_documents_are_read_as_small_ones_are(monkeypatch: pytest.MonkeyPa
     for number in range(60):
         chosen = parts[: draw.randrange(1, len(parts) + 1)]
         texts = ["".join(draw.choices(chosen, k=draw.choice([0, 5, 300, 20_000, 90_000]))) for _ in range(5)]
-        value = {"m": [{"content": text, "n": 1.5} for text in texts], "x": [1, [], {}]}
+        rows = [[number, {"a": [{}, []], "b": {"c": number, "d": None}}, "[,"] for number in range(draw.randrange(30))]
+        value = {"m": [{"content": text, "n": 1.5} for text in texts], "x": [1, [], {}], "rows": rows, "y": {}}
         raw = bytearray(json.dumps(value) if number % 2 else packed(value).decode(), "utf-8")
         monkeypatch.setattr(json_text, "LARGE", 10)
+        for name, size in (("WHOLE", draw.choice([10, 10**9])), ("PIECE", draw.choice([1, 20, 5000]))):
+            monkeypatch.setattr(json_pieces, name, size)
+        monkeypatch.setattr(json_text, "_ITEMS", draw.choice([1, 2, 3, 2048]))
         assert decoded(raw) == json.loads(raw)
         assert json.loads(b"".join(encoded(value))) == json.loads(packed(value))
         for _ in range(2):
@@ -411,7 +416,7 @@ def test_a_large_conversation_has_the_digest_of_its_parts_together() -> None:
 def test_a_large_document_of_short_texts_is_bounded() -> None:
     with pytest.raises(TooMuch, match="over 8 MiB beside"):
         decoded(json.dumps(conversation(*["a" * 10_000] * 1000)).encode())
-    with pytest.raises(TooMuch, match="a name of over"):
+    with pytest.raises(TooMuch, match="a name of 32 KiB"):
         decoded(json.dumps({"k" * MIB: 1}).encode())
 
 

@@ -13,6 +13,7 @@ from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
+from megaflow_hpc.model.gateway.connection import Place
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, messages
 from megaflow_hpc.model.gateway.dialects.options import engine_request
 from megaflow_hpc.model.gateway.engine_call import Refused
@@ -25,6 +26,7 @@ from megaflow_hpc.model.gateway.http_messages import (
     error_fields,
     json_response,
     refusal_fields,
+    send_json,
 )
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
@@ -99,21 +101,24 @@ class Calls:
         rollout.recorder.request_arrived()
         rollout.in_flight += 1
         try:
-            if not body.get("stream"):
-                return json_response(dialect.answer(await self._answer(rollout, path, asked, size), body))
-            return await stream.send(
-                request,
-                self._answer(rollout, path, asked, size),
-                lambda reply: dialect.events(dialect.answer(reply, body), body),
-                lambda error: dialect.error_event(*error_fields(error)),
-            )
+            async with rollout.share.answer() as place:
+                if not body.get("stream"):
+                    reply = await self._answer(rollout, path, asked, size, place)
+                    return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
+                return await stream.send(
+                    request,
+                    self._answer(rollout, path, asked, size, place),
+                    lambda reply: dialect.events(dialect.answer(reply, body), body),
+                    lambda error: dialect.error_event(*error_fields(error)),
+                )
         finally:
             rollout.in_flight -= 1
 
     async def count(self, rollout: OpenRollout, body: dict[str, Any], size: int) -> web.Response:
         """Counts the tokens of a prompt; nothing is recorded."""
         asked = await aside(size, self._asked, rollout, CHAT, messages.conversation, body)
-        tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count, size)
+        async with rollout.share.answer() as place:
+            tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count, size, place)
         return json_response({"input_tokens": tokens})
 
     def _asked(
@@ -127,7 +132,9 @@ class Calls:
         except BadRequest as error:
             raise CallError(400, str(error)) from None
 
-    async def _answer(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> dict[str, Any]:
+    async def _answer(
+        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, place: Place
+    ) -> protocols.Answer:
         """Returns the engine's answer to a chat or plain request, and records it."""
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
         if path == CHAT:
@@ -136,12 +143,12 @@ class Calls:
         conversation = asked.get("messages") or ()
         known = await aside(size, digest, conversation, size)
         if policy in self._replays:
-            return self._replayed(rollout, policy, path, asked, known)
+            return protocols.Answer(self._replayed(rollout, policy, path, asked, known))
         task = asyncio.current_task()
         assert task is not None
         rollout.waiting.add(task)
         try:
-            answer, server, model_s, wait_s = await self._call(rollout, path, asked, protocols.ask, size)
+            answer, server, model_s, wait_s = await self._call(rollout, path, asked, protocols.ask, size, place)
         except asyncio.CancelledError:
             if not rollout.suspended:
                 raise
@@ -165,7 +172,7 @@ class Calls:
             self._caller.limits.charge(total)
             self.tokens += sampled
         recorder.count(answer.protocol, server.degraded)
-        return answer.body
+        return answer
 
     @staticmethod
     def _refusal(rollout: OpenRollout) -> CallError:
@@ -198,10 +205,10 @@ class Calls:
         return model if isinstance(model, str) and model in self.policies else rollout.policy
 
     async def _call(
-        self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T], size: int
+        self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T], size: int, place: Place
     ) -> Called[T]:
         try:
-            return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask, size)
+            return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask, size, place)
         except Refused as refusal:
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:

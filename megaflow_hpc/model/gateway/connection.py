@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -24,12 +24,23 @@ import httptools
 CONNECT_S = 10.0
 IDLE_S = 20.0
 """Seconds after which an unused connection is not used again; servers close theirs later."""
-MAX_ANSWER = 1 << 30
-"""Largest answer in bytes."""
+MAX_ANSWER = 64 * 2**20
+"""Bytes of an answer's body."""
+SMALL_ANSWER = 2**20
+"""Bytes of a body that are taken in without a place."""
+_MAX_SENT = MAX_ANSWER + MAX_ANSWER // 8
+"""Bytes as they are sent: a body in chunks of a byte is six times as long."""
+_MAX_HEAD, _MAX_HEADERS = 64 * 2**10, 256
+Place = Callable[[], Awaitable[None]]
+"""Waits until a large answer may be taken in."""
 
 
 class Broken(Exception):
     """The exchange failed: no connection, a wrong certificate, half an answer, something that is not HTTP."""
+
+
+class TooLong(Broken):
+    """The answer's body is longer than :data:`MAX_ANSWER`: the request may be at fault."""
 
 
 @dataclass
@@ -38,7 +49,7 @@ class Response:
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
+    body: bytes | bytearray = b""
 
 
 class _Exchange(asyncio.Protocol):
@@ -55,10 +66,12 @@ class _Exchange(asyncio.Protocol):
         self._room = asyncio.Event()
         self._room.set()
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: asyncio.Future[Response] | None = None
+        self._answer: asyncio.Future[Response | None] | None = None
+        """Becomes ``None`` where the answer waits for a place."""
         self._response = Response(0)
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._received = 0
+        self._headed = self._placed = False
+        self._broken: Broken | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
@@ -74,37 +87,53 @@ class _Exchange(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         self._room.set()
-        self._fail(f"the connection was closed{f' ({exc})' if exc else ''}")
+        self._fail(Broken(f"the connection was closed{f' ({exc})' if exc else ''}"))
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:
             self.close()  # nobody asked
             return
         self.heard = True
+        self._received += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"what it answers is not HTTP: {error}")
-            self.close()
+            self._fail(Broken(f"what it answers is not HTTP: {error}"))
+        if self._received > _MAX_HEAD and not self._headed and self._answer is not None:
+            self._fail(Broken(f"its answer's head is longer than {_MAX_HEAD} bytes"))
+        elif self._received > _MAX_SENT and self._answer is not None:
+            self._fail(TooLong(f"its answer is longer than {MAX_ANSWER >> 20} MiB"))
 
     # --- httptools ---
 
     def on_message_begin(self) -> None:
         """Begins a new response."""
-        self._response, self._parts, self._size = Response(0), [], 0
+        self._response, self._headed = Response(0), False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Adds a header to the response, its name in lower case."""
-        self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        if len(self._response.headers) < _MAX_HEADERS:
+            self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Notes that the head is whole."""
+        self._headed = True
 
     def on_body(self, data: bytes) -> None:
-        """Adds a part of the body; an answer longer than :data:`MAX_ANSWER` fails the exchange."""
-        self._size += len(data)
-        if self._size > MAX_ANSWER:
-            self._fail(f"its answer is longer than {MAX_ANSWER} bytes")
-            self.close()
-        else:
-            self._parts.append(data)
+        """Adds a part of the body; what is longer than :data:`MAX_ANSWER` fails the exchange."""
+        response = self._response
+        if not response.body:
+            response.body = data  # the whole, as a rule
+            return
+        if not isinstance(response.body, bytearray):
+            response.body = bytearray(response.body)
+        response.body += data
+        if len(response.body) > MAX_ANSWER:
+            self._fail(TooLong(f"its answer is longer than {MAX_ANSWER >> 20} MiB"))
+        elif len(response.body) > SMALL_ANSWER and not self._placed and self.transport is not None:
+            self._placed = True
+            self.transport.pause_reading()
+            self._give(None)
 
     def on_message_complete(self) -> None:
         """Hands the whole response to the caller; interim ones (status below 200) are skipped."""
@@ -113,39 +142,55 @@ class _Exchange(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
             return
         self.keep = self._parser.should_keep_alive()
-        self._response.status, self._response.body = status, b"".join(self._parts)
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.done():
-            answer.set_result(self._response)
+        self._response.status = status
+        self._give(self._response)
 
     # --- a call ---
 
-    async def ask(self, head: bytes, body: Sequence[bytes]) -> Response:
+    async def ask(self, head: bytes, body: Sequence[bytes], place: Place | None = None) -> Response:
         """Sends a request and returns the answer to it.
 
         Args:
             head: Its request line and headers.
             body: In parts, so that a large one neither is copied at once nor keeps the loop.
+            place: Awaited before more than :data:`SMALL_ANSWER` is taken in.
 
         Raises:
             Broken: The connection was closed, or what came is not a whole answer.
         """
         if self.transport is None:
             raise Broken("the connection was closed")
-        self.used, self.heard = True, False
+        self.used, self.heard, self._received, self._placed = True, False, 0, place is None
         answer = self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(head + body[0] if len(body) == 1 else head)
         for part in body if len(body) > 1 else ():
             await self._room.wait()
             if answer.done() or self.transport is None:  # refused before it was whole, or gone
+                self.keep = False
                 break
             self.transport.write(part)
             await asyncio.sleep(0)
         else:
-            return await answer
-        found = await answer
+            return await answer or await self._rest(place)
+        found = await answer or await self._rest(place)
         self.keep = False
         return found
+
+    async def _rest(self, place: Place | None) -> Response:
+        """Waits for a place, and then for the rest of a large answer."""
+        assert place is not None
+        try:
+            await place()
+        except BaseException:
+            self.close()
+            raise
+        if self._broken is not None:
+            raise self._broken
+        if not self._response.status:  # else the rest was among what had been read
+            self._answer = asyncio.get_running_loop().create_future()
+        if self.transport is not None:
+            self.transport.resume_reading()
+        return self._response if self._answer is None else await self._answer  # type: ignore[return-value]
 
     def close(self) -> None:
         """Closes the connection at once; it serves no other call."""
@@ -153,10 +198,18 @@ class _Exchange(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def _fail(self, why: str) -> None:
-        answer, self._answer = self._answer, None
+    def _give(self, found: Response | None) -> None:
+        answer = self._answer
+        if found is not None:
+            self._answer = None
         if answer is not None and not answer.done():
-            answer.set_exception(Broken(why))
+            answer.set_result(found)
+
+    def _fail(self, error: Broken) -> None:
+        answer, self._answer, self._broken = self._answer, None, error
+        if answer is not None and not answer.done():
+            answer.set_exception(error)
+        self.close()
 
 
 class Connections:
@@ -166,7 +219,14 @@ class Connections:
         self._idle: dict[tuple[str, str], list[_Exchange]] = {}
 
     async def post(
-        self, url: str, body: Sequence[bytes], *, key: str, fingerprint: str = "", timeout_s: float
+        self,
+        url: str,
+        body: Sequence[bytes],
+        *,
+        key: str,
+        fingerprint: str = "",
+        timeout_s: float,
+        place: Place | None = None,
     ) -> Response:
         """Posts a JSON body, given in parts, and returns the whole answer.
 
@@ -175,8 +235,10 @@ class Connections:
             key: Sent as a bearer token, once the certificate was found right.
             fingerprint: SHA-256 of the server's certificate in hexadecimal; empty: the system's authorities decide.
             timeout_s: Seconds for all of it.
+            place: Awaited before more than :data:`SMALL_ANSWER` of the answer is taken in.
 
         Raises:
+            TooLong: The answer has more than :data:`MAX_ANSWER` bytes.
             Broken: There is no whole answer.
         """
         parts = urlsplit(url)
@@ -193,7 +255,7 @@ class Connections:
                     if exchange is None:
                         exchange = await self._connect(parts.scheme, parts.hostname or "", parts.port, fingerprint)
                     try:
-                        response = await exchange.ask(head.encode("latin-1"), body)
+                        response = await exchange.ask(head.encode("latin-1"), body, place)
                     except Broken:
                         if fresh or exchange.heard:
                             raise

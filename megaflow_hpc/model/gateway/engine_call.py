@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-from megaflow_hpc.model.api import WEIGHT_VERSION
+from megaflow_hpc.model.api import CHAT, WEIGHT_VERSION
 from megaflow_hpc.model.aside import aside
-from megaflow_hpc.model.gateway.connection import Broken, Connections
+from megaflow_hpc.model.gateway.connection import Broken, Connections, Place, TooLong
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.json_text import LARGE, encoded, packed, parsed
+from megaflow_hpc.model.json_pieces import TooMuch
+from megaflow_hpc.model.json_text import ANSWER, LARGE, decoded, encoded, packed
 
 RETRIED = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
+_MAX_REFUSAL = 64 * 2**10
+"""Bytes of a refusal that an agent is shown."""
+_VERSION_DIGITS = 9
 FORBIDDEN = frozenset({401, 403})
 """Of these, those by which an engine, and not its proxy, may mean the request."""
 
@@ -24,6 +28,8 @@ class Reply(dict[str, Any]):
     """A JSON object, and the version of the weights that sampled it."""
 
     weight_version: int = 0
+    size: int = 0
+    """Bytes that it was."""
 
 
 class Refused(Exception):
@@ -49,51 +55,88 @@ class Doubtful(Exception):
     It must not rest for it: one agent could keep all others from it.
     """
 
-    def __init__(self, message: str, again: bool = True) -> None:
+    def __init__(self, message: str, again: bool = True, by_request: bool = False) -> None:
         super().__init__(message)
         self.again = again
         """Whether the same server may do better at the same request."""
+        self.by_request = by_request
+        """Whether the request asked for such an answer: that it is none is no failure of the service."""
 
 
 async def post(
-    connections: Connections, server: Server, path: str, body: Mapping[str, Any], timeout_s: float, size: int = 0
+    connections: Connections,
+    server: Server,
+    path: str,
+    body: Mapping[str, Any],
+    timeout_s: float,
+    size: int = 0,
+    place: Place | None = None,
 ) -> Reply:
     """Posts one JSON request to ``server`` and returns its answer.
 
     Args:
         size: Bytes of what the agent asked, by which the request is known to be large.
+        place: Awaited before a large answer is taken in.
 
     Raises:
         Refused: The request is at fault.
-        Doubtful: The engine failed at the request, or refuses it as not allowed.
+        Doubtful: The engine failed at the request, refuses it as not allowed, or answers more than can be taken in.
         Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
     """
     request = await aside(size, encoded if size > LARGE else _whole, body)
     try:
         response = await connections.post(
-            server.url + path, request, key=server.key, fingerprint=server.fingerprint, timeout_s=timeout_s
+            server.url + path,
+            request,
+            key=server.key,
+            fingerprint=server.fingerprint,
+            timeout_s=timeout_s,
+            place=place,
         )
+    except TooLong as error:
+        raise Doubtful(f"{server.name}: {error}", again=False, by_request=multiplied(body)) from error
     except Broken as error:
         raise Unavailable(f"{server.name}: {error}") from error
     raw, status = response.body, response.status
     if status >= 300:
-        said = f"{server.name}: HTTP {status}: {raw[:300].decode('utf-8', 'replace')}"
+        said = f"{server.name}: HTTP {status}: {bytes(raw[:300]).decode('utf-8', 'replace')}"
         by_engine = WEIGHT_VERSION.lower() in response.headers  # the proxy's own answers lack it
         if status == 500 or (status in FORBIDDEN and by_engine):
             raise Doubtful(said)
         if status > 501 or status in RETRIED or status < 400:
             raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
-        raise Refused(status, raw)
+        raise Refused(status, bytes(raw[:_MAX_REFUSAL]))
     try:
-        found = await aside(len(raw), parsed, raw)
+        found = await aside(len(raw), decoded, raw, ANSWER)
+    except TooMuch as error:
+        said = f"{server.name}: the answer holds {error}"
+        raise Doubtful(said, again=False, by_request=multiplied(body)) from error
     except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{server.name}: the answer is not JSON: {raw[:100]!r}") from error
+        raise Unavailable(f"{server.name}: the answer is not JSON: {bytes(raw[:100])!r}") from error
     if not isinstance(found, dict):
         raise Unavailable(f"{server.name}: the answer is not a JSON object")
     reply = Reply(found)
-    version = response.headers.get(WEIGHT_VERSION.lower(), "")
-    reply.weight_version = int(version) if version.isdecimal() else server.weight_version
+    reply.size = len(raw)
+    told = weight_version(response.headers.get(WEIGHT_VERSION.lower(), ""))
+    reply.weight_version = server.weight_version if told is None else told
     return reply
+
+
+def weight_version(text: Any) -> int | None:
+    """Returns the version that a text or number tells; ``None`` where it is none."""
+    text = str(text)
+    return int(text) if len(text) <= _VERSION_DIGITS and text.isascii() and text.isdecimal() else None
+
+
+def choices(body: Mapping[str, Any]) -> int:
+    """Returns how many answers a request asks for at once: of a plain completion, some to each prompt."""
+    prompts, each = body.get("prompt"), body.get("n") or 1
+    return each * len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], str | list) else each
+
+
+def multiplied(body: Mapping[str, Any]) -> bool:
+    """Returns whether a request asks for several answers at once, or for tokens beside those that are sampled."""
+    return choices(body) > 1 or bool(body.get("top_logprobs")) or (body.get("logprobs") or 0) > 1
 
 
 def _whole(body: Mapping[str, Any]) -> list[bytes]:
@@ -122,10 +165,23 @@ class Call(NamedTuple):
     policy: str
     size: int = 0
     """Bytes of the agent's request."""
+    place: Place | None = None
+    """Awaited before a large answer is taken in."""
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Posts one JSON request of the call; raises as :func:`post` does."""
-        return await post(self.connections, self.server, path, body, self.timeout_s, self.size)
+    @property
+    def chat(self) -> bool:
+        """Whether a chat completion is asked for, and no plain one."""
+        return self.path == CHAT
+
+    @property
+    def choices(self) -> int:
+        """Answers that are asked for at once."""
+        return choices(self.body)
+
+    async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
+        """Posts one JSON request of the call, which has ``size`` bytes of an answer; raises as :func:`post` does."""
+        size = max(self.size, size)
+        return await post(self.connections, self.server, path, body, self.timeout_s, size, self.place)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
         """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""

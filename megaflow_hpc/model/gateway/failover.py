@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.connection import Connections
+from megaflow_hpc.model.gateway.connection import Connections, Place
 from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Unavailable
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
@@ -58,7 +58,14 @@ class Caller:
         self._connections.close()
 
     async def call(
-        self, rollout: OpenRollout, policy: str, path: str, body: Mapping[str, Any], ask: Ask[T], size: int = 0
+        self,
+        rollout: OpenRollout,
+        policy: str,
+        path: str,
+        body: Mapping[str, Any],
+        ask: Ask[T],
+        size: int = 0,
+        place: Place | None = None,
     ) -> Called[T]:
         """Makes one call.
 
@@ -69,6 +76,7 @@ class Caller:
             body: What is asked.
             ask: How.
             size: The bytes that the agent's request was.
+            place: Awaited before a large answer is taken in.
 
         Raises:
             Refused: The request is at fault, or its answer cannot be recorded.
@@ -77,7 +85,7 @@ class Caller:
         arrived = time.monotonic()
         try:
             async with self.limits.turn():
-                return await self._try(rollout, policy, path, body, ask, size, arrived)
+                return await self._try(rollout, policy, path, body, ask, size, place, arrived)
         except ModelServiceError as error:
             rollout.failure = str(error)
             raise
@@ -90,6 +98,7 @@ class Caller:
         body: Mapping[str, Any],
         ask: Ask[T],
         size: int,
+        place: Place | None,
         arrived: float,
     ) -> Called[T]:
         deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
@@ -106,7 +115,8 @@ class Caller:
                     raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
             server.outstanding += 1
             began = time.monotonic()
-            call = Call(self._connections, server, path, body, self.request_timeout_s, rollout.recorder, policy, size)
+            timeout_s, recorder = self.request_timeout_s, rollout.recorder
+            call = Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place)
             try:
                 answer = await ask(call)
             except Unavailable as error:
@@ -134,7 +144,8 @@ class Caller:
             if any(s.available(now) and s.name not in doubts.servers for s in router.servers(policy)):
                 continue
             if not doubt.again or doubts.proven(server):
-                rollout.failure = "" if doubt.again else cause  # an answer without ids is no deed of the agent
+                # An answer without ids is no deed of the agent.
+                rollout.failure = "" if doubt.again or doubt.by_request else cause
                 raise Refused(400, cause.encode()) from doubt
             if doubts.total >= DOUBTS or now >= deadline:
                 raise ModelServiceError(f"policy {policy!r}: {cause}") from doubt

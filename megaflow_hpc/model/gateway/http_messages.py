@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from megaflow_hpc.model.aside import aside
-from megaflow_hpc.model.json_text import decoded, packed
+from megaflow_hpc.model.aside import ASIDE, aside
+from megaflow_hpc.model.json_text import decoded, encoded, packed
 from megaflow_hpc.model.request_body import BadBody, read_body
 
 MODEL_SERVICE_ERROR = "model_service_error"
@@ -40,6 +41,25 @@ class CallError(Exception):
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Returns an answer with ``body`` as JSON."""
     return web.Response(body=packed(body), status=status, headers=headers, content_type="application/json")
+
+
+async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]) -> web.StreamResponse:
+    """Answers with what ``body`` returns, as JSON.
+
+    Args:
+        size: Bytes that it is about; a large one is made beside the loop, and sent in parts.
+    """
+    if size <= ASIDE:
+        return json_response(body())
+    parts = await aside(size, lambda: encoded(body()))
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = sum(map(len, parts))
+    with contextlib.suppress(ConnectionResetError):  # the agent has left: there is nobody to tell
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+        await response.write_eof()
+    return response
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
@@ -96,5 +116,5 @@ def refusal_fields(body: bytes) -> tuple[str, str]:
         found = orjson.loads(body)
         error = found.get("error") or found
         return str(error["message"]), str(error.get("type") or "invalid_request_error")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return body[:2000].decode("utf-8", "replace"), "invalid_request_error"

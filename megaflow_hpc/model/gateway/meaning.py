@@ -10,9 +10,12 @@ from typing import Any
 import orjson
 
 from megaflow_hpc.model.json_text import LARGE, encoded
+from megaflow_hpc.texts import containers_at
 
 RAW_ARGUMENT = "input"
 """Name of the one argument of a tool call whose arguments are no JSON object."""
+DEPTH = 64
+"""Arrays and objects within one another in a tool call's arguments."""
 Answers = dict[str, list[tuple[int, Mapping[str, Any]]]]
 """Meaning of an answer, or ids of its tool calls → (number of preceding messages, answer as the engine wrote it)."""
 
@@ -75,14 +78,18 @@ def meaning(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments; text that is no JSON object becomes the one argument :data:`RAW_ARGUMENT`."""
+    """Returns a tool call's arguments; text that is no JSON object becomes the one argument :data:`RAW_ARGUMENT`.
+
+    So does one that is nested more than :data:`DEPTH` deep, which not every encoder would take.
+    """
     if not text:
         return {}
     try:
         found = json.loads(text)
     except (TypeError, ValueError, RecursionError):
         found = None
-    return found if isinstance(found, dict) else {RAW_ARGUMENT: text}
+    deep = isinstance(text, str) and text.count("[") + text.count("{") > DEPTH and containers_at(found, DEPTH)
+    return found if isinstance(found, dict) and not deep else {RAW_ARGUMENT: text}
 
 
 def call_ids(message: Mapping[str, Any]) -> str:

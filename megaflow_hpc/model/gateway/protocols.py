@@ -26,12 +26,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
-from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused
+from megaflow_hpc.model.aside import aside
+from megaflow_hpc.model.engine_answer import check, check_size, ids, scores
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Reply, weight_version
 from megaflow_hpc.model.gateway.recorder import Sample
 
+T = TypeVar("T")
+_WRONG = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
+"""What reading an answer raises that is none."""
+_SAID = 500
+"""Characters of what is said of one."""
+_MOST_TOKENS = 2**31
 LACKING = frozenset({404, 405, 501})
 """HTTP statuses of a server that has no such path."""
 
@@ -46,6 +54,8 @@ class Answer:
     """The assistant's message where there is no sample."""
     protocol: str = ""
     """The protocol in which the engine was asked."""
+    size: int = 0
+    """Bytes that the engine sent."""
 
 
 async def ask(call: Call) -> Answer:
@@ -56,18 +66,21 @@ async def ask(call: Call) -> Answer:
 async def text(call: Call) -> Answer:
     """Makes a call of which only the text is kept."""
     reply = await call.post(call.path, call.asked())
-    try:
-        choice = reply["choices"][0]
-        message = _brief(choice["message"]) if "message" in choice else None
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise Doubtful(f"{call.server.name}: an answer without a choice ({error!r})", again=False) from error
-    return Answer(reply, message=message, protocol="text")
+    return await _read(call, reply, "an answer without a choice", _text, call, reply)
+
+
+def _text(call: Call, reply: Reply) -> Answer:
+    check(reply, call.chat, call.choices)
+    check_size(reply, reply.size)
+    choice = reply["choices"][0]
+    message = _brief(choice["message"]) if "message" in choice else None
+    return Answer(reply, message=message, protocol="text", size=reply.size)
 
 
 async def plain(call: Call) -> Answer:
     """Calls ``/v1/chat/completions`` or ``/v1/completions`` with ids and log-probabilities switched on."""
-    server, body, chat = call.server, call.body, call.path.endswith("/chat/completions")
-    scores = True if chat else max(1, int(body.get("logprobs") or 0))
+    server, body = call.server, call.body
+    scores = True if call.chat else max(1, int(body.get("logprobs") or 0))
     try:
         asked = call.asked(return_token_ids=True, logprobs=scores)
         reply = await call.post(call.path, asked)
@@ -78,25 +91,27 @@ async def plain(call: Call) -> Answer:
             raise
         server.protocol, server.degraded = "text", True
         return await text(call)
-    if (found := _text_alone(reply, chat)) is not None:
-        reply["model"] = body.get("model") or server.model_name
-        return Answer(reply, message=found.get("message"), protocol="text")
-    try:
-        samples = [_sample(reply, choice, chat, reply.weight_version, server.name) for choice in reply["choices"]]
-        if not samples:
-            raise ValueError("no choice")
-    except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
-        why = f"{server.name}: no token ids or log-probabilities in the answer ({error!r})"
-        raise Doubtful(why, again=False) from error
-    reply["model"] = body.get("model") or server.model_name
-    _strip(reply, body, chat)
-    return Answer(reply, samples, protocol="plain")
+    return await _read(call, reply, "no token ids or log-probabilities in the answer", _plain, call, reply)
+
+
+def _plain(call: Call, reply: Reply) -> Answer:
+    check(reply, call.chat, call.choices)
+    reply["model"] = call.body.get("model") or call.server.model_name
+    found = _text_alone(reply, call.chat)
+    samples = []
+    if found is None:
+        samples = [_sample(reply, choice, call.chat, call.server.name) for choice in reply["choices"]]
+        _strip(reply, call.body, call.chat)
+    check_size(reply, reply.size)
+    if found is not None:
+        return Answer(reply, message=found.get("message"), protocol="text", size=reply.size)
+    return Answer(reply, samples, protocol="plain", size=reply.size)
 
 
 async def split(call: Call) -> Answer:
     """Makes a chat call in three requests: render, generate, derender; what these cannot express, in ``plain``."""
     body = call.body
-    if not call.path.endswith("/chat/completions") or body.get("stop") or (body.get("n") or 1) > 1:
+    if not call.chat or body.get("stop") or call.choices > 1:
         return await plain(call)  # derender knows nothing of stop strings and sampled alternatives
     server = call.server
     asked = call.asked(logprobs=True)
@@ -107,43 +122,64 @@ async def split(call: Call) -> Answer:
             raise
         server.protocol, server.degraded = "plain", True  # it has no such paths: from now on as one without them
         return await plain(call)
+    lacking = "an answer of render, generate or derender lacks a part"
     try:
-        rendered, sampling = list(request["token_ids"]), dict(request["sampling_params"])
+        rendered, sampling = await aside(request.size, ids, request["token_ids"]), dict(request["sampling_params"])
         prompt = rendered if request.get("features") else await _continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
             sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
-        generate = {**request, "token_ids": prompt, "sampling_params": sampling, "stream": False}
-        generated = await call.post(GENERATE, generate)
-        (choice,) = generated["choices"]
-        tokens = list(choice["token_ids"])
-        scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        _check(tokens, scores)
-        spans = _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
-        about = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": prompt}
-        reply = await call.post(DERENDER, {"model": server.model_name, "prompt_tokens": len(prompt), **about})
-        message = _brief(reply["choices"][0]["message"])
-        finish = reply["choices"][0].get("finish_reason") or choice.get("finish_reason") or ""
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        why = f"{server.name}: an answer of render, generate or derender lacks a part ({error!r})"
-        raise Doubtful(why, again=False) from error
-    sample = Sample(
-        prompt=prompt,
-        tokens=tokens,
-        logprobs=scores,
-        text=message.get("content") or "",
-        finish_reason=finish,
-        weight_version=spans[-1][0],
-        weight_spans=spans,
-        server=server.name,
-        message=message,
-        request_id=str(generated.get("request_id", "")),
-        rendered=rendered,
-        stopped=choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str),
-    )
+    except _WRONG as error:
+        raise Doubtful(f"{server.name}: {lacking} ({error!r})", again=False) from error
+    told = await aside(len(prompt), prompt.tolist)
+    generate = {**request, "token_ids": told, "sampling_params": sampling, "stream": False}
+    generated = await call.post(GENERATE, generate, request.size)
+    choice, tokens, scored, spans = await _read(call, generated, lacking, _generated, generated)
+    about = {"generate_response": generated, "chat_request": asked, "prompt_token_ids": told}
+    derender = {"model": server.model_name, "prompt_tokens": len(prompt), **about}
+    reply = await call.post(DERENDER, derender, generated.size)
+    reply.size = max(reply.size, generated.size)
     reply["model"] = body.get("model") or server.model_name
-    _strip(reply, body, chat=True)
-    return Answer(reply, [sample], protocol="split")
+
+    def derendered() -> Answer:
+        check(reply, True, 1)
+        message = _brief(reply["choices"][0]["message"])
+        finish = reply["choices"][0].get("finish_reason") or _name(choice.get("finish_reason"))
+        sample = Sample(
+            prompt=prompt,
+            tokens=tokens,
+            logprobs=scored,
+            text=message.get("content") or "",
+            finish_reason=finish,
+            weight_version=spans[-1][0],
+            weight_spans=spans,
+            server=server.name,
+            message=message,
+            request_id=_name(generated.get("request_id")),
+            rendered=rendered,
+            stopped=choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str),
+        )
+        _strip(reply, body, chat=True)
+        check_size(reply, reply.size)
+        return Answer(reply, [sample], protocol="split", size=reply.size)
+
+    return await _read(call, reply, lacking, derendered)
+
+
+def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[float], list[tuple[int, int]]]:
+    """Returns the choice of an answer of generate, its ids and log-probabilities, and the versions of its tokens."""
+    (choice,) = generated["choices"]
+    tokens = ids(choice["token_ids"])
+    scored = scores([entry["logprob"] for entry in choice["logprobs"]["content"]], len(tokens))
+    return choice, tokens, scored, _spans(choice, len(tokens)) or [(generated.weight_version, len(tokens))]
+
+
+async def _read(call: Call, reply: Reply, wrong: str, read: Callable[..., T], *args: Any) -> T:
+    """Returns what is read in an answer, beside the loop if it is large; raises :class:`Doubtful` where it is none."""
+    try:
+        return await aside(reply.size, read, *args)
+    except _WRONG as error:
+        raise Doubtful(f"{call.server.name}: {wrong} ({error!r})"[:_SAID], again=False) from error
 
 
 async def count(call: Call) -> int:
@@ -153,12 +189,12 @@ async def count(call: Call) -> int:
             return len((await call.post(RENDER, call.asked()))["token_ids"])
         reply = await call.post(call.path, call.asked(max_tokens=1))  # the one count that every engine gives
         return int(reply["usage"]["prompt_tokens"])
-    except (KeyError, TypeError, ValueError) as error:
+    except _WRONG as error:
         why = f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
-        raise Doubtful(why, again=False) from error
+        raise Doubtful(why[:_SAID], again=False) from error
 
 
-async def _continued(call: Call, rendered: list[int]) -> list[int]:
+async def _continued(call: Call, rendered: array[int]) -> array[int]:
     """Returns ``rendered`` with the rollout's own earlier answers as they were sampled; itself where none is known."""
     messages = call.body.get("messages") or ()
     found = call.recorder.tip(rendered, messages, call.policy)
@@ -174,11 +210,11 @@ async def _continued(call: Call, rendered: list[int]) -> list[int]:
         # A limit cut the answer off, so no token in it marks its end: what follows an answer without text is the rest.
         emptied = [dict(m) for m in messages]
         emptied[tip.messages] = {"role": "assistant", "content": ""}
-        bare = list((await call.post(RENDER, call.asked(messages=emptied)))["token_ids"])
+        bare = ids((await call.post(RENDER, call.asked(messages=emptied)))["token_ids"])
         tail = bare[len(tip.rendered) :]
-        if bare[: len(tip.rendered)] != list(tip.rendered) or not tail or after[-len(tail) :] != tail:
+        if bare[: len(tip.rendered)] != tip.rendered or not tail or after[-len(tail) :] != tail:
             return rendered
-    return [*sequence.tokens[: tip.end], *tail]
+    return sequence.tokens[: tip.end] + tail
 
 
 def text_of(answer: Answer) -> Sample:
@@ -187,50 +223,58 @@ def text_of(answer: Answer) -> Sample:
     said = choice.get("text") if answer.message is None else answer.message.get("content")
     return Sample(
         *((), (), ()),
-        text=said if isinstance(said, str) else "",
-        finish_reason=str(choice.get("finish_reason") or ""),
+        text=said or "",
+        finish_reason=choice.get("finish_reason") or "",
         message=answer.message,
-        request_id=str(answer.body.get("id") or ""),
+        request_id=_name(answer.body.get("id")),
     )
 
 
 def usage(reply: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the tokens of prompt and answer together, and of the answer, as the engine says; 0 where it does not."""
-    told = reply.get("usage")
-    counts = [told.get(name) if isinstance(told, Mapping) else 0 for name in ("total_tokens", "completion_tokens")]
-    total, sampled = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
+    told = reply.get("usage") or {}
+    total, sampled = (min(max(0, told.get(name) or 0), _MOST_TOKENS) for name in ("total_tokens", "completion_tokens"))
     return total, sampled
 
 
-def _sample(reply: Mapping[str, Any], choice: Mapping[str, Any], chat: bool, version: int, server: str) -> Sample:
-    message = dict(choice["message"]) if chat else None
-    scores = choice["logprobs"]
-    logprobs = [t["logprob"] for t in scores["content"]] if chat else list(scores["token_logprobs"])
-    prompt = array("i", reply["prompt_token_ids"] if chat else choice["prompt_token_ids"])
-    tokens = choice["token_ids"]
-    _check(tokens, logprobs)
+def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) -> Sample:
+    message = _brief(choice["message"]) if chat else None
+    told = choice["logprobs"]
+    tokens = ids(choice["token_ids"])
+    logprobs = [t["logprob"] for t in told["content"]] if chat else told["token_logprobs"]
     return Sample(
-        prompt=prompt,
-        tokens=list(tokens),
-        logprobs=logprobs,
+        prompt=ids(reply["prompt_token_ids"] if chat else choice["prompt_token_ids"]),
+        tokens=tokens,
+        logprobs=scores(logprobs, len(tokens)),
         text=(message.get("content") or "") if message is not None else choice.get("text", ""),
         finish_reason=choice.get("finish_reason") or "",
-        weight_version=version,
+        weight_version=reply.weight_version,
         server=server,
-        message=_brief(message) if message is not None else None,
-        request_id=str(reply.get("id", "")),
+        message=message,
+        request_id=_name(reply.get("id")),
     )
 
 
 def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
     """Returns version and end of each run of tokens where the engine tells them: it may sample while weights change."""
     versions = choice.get("weight_versions") or []
-    if not versions or not all(str(span["version"]).isdecimal() for span in versions):
-        return []  # the engine was started without a number; the proxy's header has it
-    spans = [(int(span["version"]), int(span["end"])) for span in versions]
-    if spans[-1][1] != tokens:
-        raise ValueError(f"weight versions of {spans[-1][1]} tokens, {tokens} token ids")
+    spans, last = list[tuple[int, int]](), 0
+    for span in versions:
+        version, end = weight_version(span["version"]), int(span["end"])
+        if version is None:
+            return []  # the engine was started without a number; the proxy's header has it
+        if not last <= end <= tokens:
+            raise ValueError(f"weight versions of {end} tokens after {last}, {tokens} token ids")
+        spans.append((version, end))
+        last = end
+    if spans and last != tokens:
+        raise ValueError(f"weight versions of {last} tokens, {tokens} token ids")
     return spans
+
+
+def _name(value: Any) -> str:
+    """Returns a name that an engine gave; empty where it is none."""
+    return value if isinstance(value, str) and len(value) <= _SAID else ""
 
 
 async def _own(call: Call, path: str, **options: Any) -> int:
@@ -258,15 +302,9 @@ def _text_alone(reply: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
             return {"message": _brief(choice["message"])}
         if not chat and isinstance(choice["text"], str):
             return {}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, ValueError):
         pass
     return None
-
-
-def _check(tokens: list[int], logprobs: list[float]) -> None:
-    """Raises ValueError, TypeError or OverflowError unless all are numbers and there is one for each id."""
-    if len(array("i", tokens)) != len(array("f", logprobs)):
-        raise ValueError(f"{len(tokens)} token ids, {len(logprobs)} log-probabilities")
 
 
 def _brief(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""What one rollout may hold of its gateway at once: calls, and bytes of their bodies. The rest waits its turn."""
+"""What one rollout may hold of its gateway at once: calls, bytes of their bodies, and a large answer.
+
+The rest waits its turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 CALLS = 64
@@ -21,6 +24,7 @@ class Share:
     def __init__(self, size: int, calls: int = CALLS) -> None:
         self._size, self._calls = size, calls
         self._waiting: dict[asyncio.Future[None], int] = {}
+        self._answers = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
@@ -33,6 +37,24 @@ class Share:
             yield
         finally:
             self._give(size)
+
+    @asynccontextmanager
+    async def answer(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Gives a function to await before a large answer is taken in; of those calls one goes on at a time, to the
+        context's end."""
+        held = False
+
+        async def take() -> None:
+            nonlocal held
+            if not held:
+                await self._answers.acquire()
+                held = True
+
+        try:
+            yield take
+        finally:
+            if held:
+                self._answers.release()
 
     def _fits(self, size: int) -> bool:
         return self._calls > 0 and size <= self._size

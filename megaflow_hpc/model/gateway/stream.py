@@ -14,8 +14,10 @@ from typing import Any
 
 from aiohttp import web
 
+from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway.dialects import Event
-from megaflow_hpc.model.json_text import packed
+from megaflow_hpc.model.gateway.protocols import Answer
+from megaflow_hpc.model.json_text import LARGE, encoded, packed
 
 QUIET_S = 20.0
 """Seconds of waiting after which a comment is sent."""
@@ -23,7 +25,7 @@ QUIET_S = 20.0
 
 async def send(
     request: web.BaseRequest,
-    answer: Awaitable[dict[str, Any]],
+    answer: Awaitable[Answer],
     events: Callable[[dict[str, Any]], Iterator[Event]],
     failed: Callable[[Exception], Event],
 ) -> web.StreamResponse:
@@ -47,18 +49,31 @@ async def send(
                     await response.prepare(request)
                 await response.write(b": still working\n\n")
             try:
-                found = list(events(work.result()))
+                reply = work.result()
+                parts = await aside(reply.size, lambda: _parts(events(reply.body), reply.size))
             except Exception as error:
                 if not response.prepared:
                     raise
-                found = [failed(error)]
+                parts = [encode(*failed(error))]
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(b"".join(encode(*event) for event in found))
+            for part in parts:
+                await response.write(part)
             await response.write_eof()
         return response
     finally:
         work.cancel()
+
+
+def _parts(events: Iterator[Event], size: int) -> list[bytes]:
+    """Encodes the events of an answer: a small one in one part, so that it is one packet."""
+    if size <= LARGE:
+        return [b"".join(encode(*event) for event in events)]
+    found = []
+    for name, data in events:
+        body = [data.encode()] if isinstance(data, str) else encoded(data)
+        found += [f"event: {name}\ndata: ".encode() if name else b"data: ", *body, b"\n\n"]
+    return found
 
 
 def encode(name: str, data: Any) -> bytes:

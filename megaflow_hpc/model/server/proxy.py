@@ -32,7 +32,8 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER
 from megaflow_hpc.model.aside import aside, asker
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import HttpServer
-from megaflow_hpc.model.json_text import TooMuch, check_values, decoded, encoded
+from megaflow_hpc.model.json_pieces import TooMuch
+from megaflow_hpc.model.json_text import check_values, decoded, encoded
 from megaflow_hpc.model.request_body import BadBody, read_body
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
