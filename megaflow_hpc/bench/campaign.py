@@ -2,8 +2,11 @@
 
 Each seed is one campaign of real sandboxes, pods and engine servers (``tests/bench/chaos.py``), and a few faults
 at drawn instants: a rank, rank 0, a runner, a whole pod, an engine, a slurmd or slurmctld killed with SIGKILL; a
-preemption, a walltime, a cancelled and a requeued element. A seed decides what is hit and how long after the work has
-begun; what the machine does meanwhile it cannot. Exit status 0 only if nothing was lost, doubled or left behind.
+preemption, a walltime, a cancelled and a requeued element; a node that Slurm takes for lost while its pods go on;
+rank 0 stopped for longer than its lease, a worker stopped within a large message; a pod that drains while its files
+cannot grow. A seed decides what is hit, how long after the work has begun, and whether the campaign is submitted from
+Python, by hand with --export=NONE or from inside an allocation; what the machine does meanwhile it cannot. Exit status
+0 only if nothing was lost, doubled or left behind.
 All but --peers drive a Slurm lab; all need a checkout of the sources.
 """
 

@@ -3,7 +3,8 @@
 Each rollout works in its sandbox for some seconds (hashing, writing, two model calls through its gateway) and leaves
 what its test expects. A *strike* counts as inside rollouts when such work was seen running, as a process in a sandbox,
 at the instant of the kill. Afterwards every planned rollout must be in ``trajectories.h5``, rebuilt from the journals,
-exactly once, and nothing of the run may be left: no process, no mount, no file outside its directory.
+exactly once, and nothing of the run may be left: no process, no mount, no file outside its directory. The seed also
+draws the way of submission: from Python, by hand with ``--export=NONE``, or from inside an allocation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import os
 import random
 import secrets
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -22,46 +22,24 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import yaml
 
 from megaflow_hpc.bench.figures import Figure, median
-from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.leftovers import POD_DIRECTORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
+from megaflow_hpc.slurm import site
+from tests.bench.chaos_campaign import WAYS, submit, write_campaign
 from tests.bench.faults import KINDS, Faults, current_lab
-from tests.support.harbor_tasks import write_solved_task
 from tests.support.processes import environment, processes
 from tests.support.waiting import eventually
 
-PODS, SLOTS = 2, 3
 INSIDE = 0.8
 """Share of strikes that wait for work in sandboxes; the others may hit a start, an end or nothing."""
 DEADLINE_S = 1200.0
 """A campaign that is not done by then is cancelled, and what it lacks is counted as lost."""
 LEAVE_S = 200.0
 """What jobs may take to leave: a world in which a rank dies as it starts ends after two minutes."""
-
-WORK = """\
-import hashlib, json, os, sys, time, urllib.request
-def ask():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go on?"}]}).encode()
-    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
-    return json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]["message"]["content"]
-digest, words = hashlib.sha256(), []
-for step in range(20):
-    for _ in range(200):
-        digest.update(b"work" * 256)
-    with open("progress", "a") as file:
-        print(step, digest.hexdigest(), file=file, flush=True)
-        os.fsync(file.fileno())
-    if step in (5, 15):
-        words.append(ask())
-    time.sleep(0.15)
-open("answer", "w").write(" ".join(words))
-"""
 
 
 @dataclass
@@ -84,6 +62,7 @@ class Verdict:
     """What is left of a campaign when all is over."""
 
     seed: int
+    way: str = WAYS[0]
     strikes: list[Strike] = field(default_factory=list)
     planned: int = 0
     lost: list[str] = field(default_factory=list)
@@ -111,38 +90,6 @@ def check(run: Run) -> tuple[int, list[str], list[str], list[str]]:
     counts = Counter(ids)
     double = [i for i, count in counts.items() if count > 1 or i not in planned]
     return len(planned), sorted(planned - set(ids)), sorted(double), sorted(set(ids) & planned - solved)
-
-
-def write_campaign(folder: Path, image: Path, tasks: int, mark: str, pods: int = PODS) -> Path:
-    """Tasks whose work shows ``mark`` in its command line, and a campaign on the partition that can be preempted."""
-    for number in range(tasks):
-        solution, test = "echo 42 42 > answer", "grep -q '42 42' answer"
-        task = write_solved_task(folder / "tasks", f"work{number:02d}", solution, test, agent_s=240)
-        (task / "environment" / "work.py").write_text(WORK)
-    (folder / "answers.yaml").write_text('default: ["42"]\n')
-    campaign = {
-        "name": "chaos",
-        "tasks": "tasks/*",
-        "agent": {"name": "command", "args": {"command": f"python3 work.py {shlex.quote(mark)}"}},
-        "model": {"engine": "scripted", "script": "answers.yaml", "gpus": 1, "servers": {"min": 2, "max": 2}},
-        "environment": {"network": "gateway", "images": {"base": str(image)}},
-        "slurm": {
-            "requeues": 20,
-            "pods": {
-                "partition": "preempt",
-                "count": pods,
-                "ranks_per_node": 2,
-                "slots_per_rank": SLOTS,
-                "cpus_per_rank": 1,
-                "mem_gb": 1,
-                "time": 20,
-            },
-            "servers": {"partition": "gpu", "time": 20, "extra": {"mem": "500M"}},
-        },
-    }
-    path = folder / "campaign.yaml"
-    path.write_text(yaml.safe_dump(campaign, sort_keys=False))
-    return path
 
 
 def at_work(mark: str) -> int:
@@ -192,11 +139,15 @@ def trial(
     folder.mkdir(parents=True)
     scratch.mkdir(exist_ok=True)
     mark = f"chaos-{seed}-{secrets.token_hex(4)}"
-    os.environ.update(CHAOS=mark, TMPDIR=str(scratch), MEGAFLOW_SCRATCH=str(scratch))
+    variables = {"CHAOS": mark, "TMPDIR": str(scratch), "MEGAFLOW_SCRATCH": str(scratch)}
+    os.environ.update(variables)
     plan = draw.sample(kinds, min(strikes, len(kinds)))
-    verdict = Verdict(seed)
+    verdict = Verdict(seed, draw.choice(WAYS))
     since, began = time.time(), time.monotonic()
-    run = Campaign.from_yaml(write_campaign(folder, image, tasks, mark)).submit()
+    run = submit(
+        write_campaign(folder, image, tasks, mark, ranks=draw.choice((2, 4)), variables=variables), verdict.way
+    )
+    note(f"seed {seed}: submitted {verdict.way}")
     faults = Faults(lab, run, draw)
     try:
         for kind in plan:
@@ -214,6 +165,7 @@ def trial(
                 note(f"seed {seed}: {verdict.strikes[-1]}")
         verdict.resumed = _finish(run, began)
     finally:
+        faults.settle()
         _clear(run)
     verdict.planned, verdict.lost, verdict.double, verdict.failed = check(run)
     verdict.left = _leave(run, scratch, mark, since)
@@ -238,6 +190,7 @@ def _finish(run: Run, began: float) -> int:
 
     def finished() -> bool:
         nonlocal resumed
+        release_held(run)
         if not run.ledger.finished and run.slurm_jobs.live_pods(5.0) == []:
             run.resume(launcher="slurm")
             resumed += 1
@@ -245,6 +198,13 @@ def _finish(run: Run, began: float) -> int:
 
     eventually(finished, began + DEADLINE_S - time.monotonic(), every_s=0.5)
     return resumed
+
+
+def release_held(run: Run) -> None:
+    """Does what ``status`` says about pods that Slurm holds, as it does where one is put where it is running still."""
+    for pod in run.slurm_jobs.live_pods(5.0) or []:
+        if pod.held:
+            site.ask("scontrol", "release", pod.id)
 
 
 def _clear(run: Run) -> None:
@@ -294,6 +254,7 @@ def measure(folder: Path, image: Path, note: Callable[[str], None], arguments: a
         for line in [*verdict.lost, *verdict.double, *verdict.failed, *verdict.left]:
             note(f"seed {seed}:   {line}")
     sums = figures_of(verdicts)
+    note("submitted: " + ", ".join(f"{way} {count}" for way, count in Counter(v.way for v in verdicts).items()))
     note("strikes by kind: " + ", ".join(f"{kind} {count}" for kind, count in sums["kinds"].items()))
     n, strikes = sums["rollouts"], sums["strikes"]
     figures = [

@@ -1,20 +1,24 @@
 """What a cluster does to a campaign, done on purpose on a lab: each fault is one function of :class:`Faults`.
 
 A fault names what it hit, or returns ``None`` where there was nothing to hit. Processes are killed by pid and start.
-Daemons of the lab are killed by its record and started again by its own ``start``.
+Daemons of the lab are killed by its record and started again by its own ``start``. What stands still for a while
+goes on by itself; :meth:`Faults.settle` waits for that.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import resource
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.process import parent
+from megaflow_hpc.host.process import Identity, parent
 from megaflow_hpc.slurm import site
 from tests.support.labs import Lab, alive
 from tests.support.processes import environment, kill, processes
@@ -31,7 +35,37 @@ KINDS = (
     "walltime",
     "scancel",
     "requeue",
+    "node lost",
+    "rank 0 frozen",
+    "worker frozen",
+    "full drain",
 )
+
+LOST_NODE_S = (35.0, 60.0)
+"""For how long a node that Slurm has given up works on: a pod there finds out when it next renews its lease."""
+FROZEN_RANK_0_S = 240.0
+"""Longer than a lease lasts, so that others have the pod's blocks when it goes on."""
+FROZEN_WORKER_S = (20.0, 60.0)
+"""Rank 0 gives a worker up after 30 s."""
+FULL_S = (5.0, 50.0)
+LARGE_BYTES = 4 << 20
+"""By so much a worker rank grows that has a large message in its hands."""
+FULL_BYTES = 8192
+"""No file may grow beyond: a journal does not, a lease needs no more."""
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 where it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def lift(who: Identity | None, most: int) -> None:
+    """Lets the files of a process grow again up to its hard limit."""
+    if who and who.alive():
+        resource.prlimit(who.pid, resource.RLIMIT_FSIZE, (most, most))
 
 
 def current_lab() -> Lab:
@@ -51,11 +85,31 @@ class Faults:
 
     def __init__(self, lab: Lab, run: Run, draw: random.Random) -> None:
         self._lab, self._run, self._draw = lab, run, draw
+        self._later: list[threading.Timer] = []
 
     def strike(self, kind: str) -> str | None:
         """Deals out one fault of a kind; what it hit, or ``None`` where there was nothing to hit."""
         function: Callable[[], str | None] = getattr(self, "_" + kind.replace(" ", "_"))
         return function()
+
+    def settle(self) -> None:
+        """Waits until nothing stands still any more, and opens nodes that Slurm has drained for it."""
+        for timer in self._later:
+            timer.join()
+        for node in site.ask("sinfo", "-h", "-N", "-t", "drain", "-o", "%N").split():
+            site.ask("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def _after(self, seconds: float, undo: Callable[[], object]) -> None:
+        timer = threading.Timer(seconds, undo)
+        self._later.append(timer)
+        timer.start()
+
+    def _freeze(self, pids: Iterable[int], seconds: float) -> bool:
+        """Stops processes by SIGSTOP for so long; whether there was one."""
+        frozen = [who for pid in pids if (who := Identity.of(pid)) and who.send(signal.SIGSTOP)]
+        for who in frozen:
+            self._after(seconds, lambda who=who: who.send(signal.SIGCONT))  # type: ignore[misc]
+        return bool(frozen)
 
     def ranks(self, first: bool | None = None) -> list[tuple[int, str]]:
         """Pid and pod of the run's ranks: all, rank 0 only (``first``), or the others."""
@@ -148,3 +202,62 @@ class Faults:
         time.sleep(down)
         self._lab.start()
         return f"{name}, down for {down:.0f} s"
+
+    def _node_lost(self) -> str | None:
+        """Slurm takes a node for lost whose processes go on: its daemon and every srun there are out of reach."""
+        if not (firsts := self.ranks(first=True)):
+            return None
+        pid, pod = self._draw.choice(firsts)
+        node, held = environment(pid).get("SLURMD_NODENAME"), self._draw.uniform(*LOST_NODE_S)
+        daemon = self._lab.status()["daemons"].get(f"slurmd-{node}")
+        if not daemon or not alive(daemon):
+            return None
+        steps = [
+            step
+            for step, words in processes()
+            if words and Path(words[0]).name == "srun" and self._ours(words)
+            if environment(step).get("SLURMD_NODENAME") == node
+        ]
+        self._freeze([daemon["pid"], *steps], held)
+        site.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+        self._after(held + 1, lambda: site.ask("scontrol", "update", f"nodename={node}", "state=resume"))
+        return f"{node} with {pod}, which goes on for {held:.0f} s"
+
+    def _rank_0_frozen(self) -> str | None:
+        if not (firsts := self.ranks(first=True)):
+            return None
+        pid, pod = self._draw.choice(firsts)
+        return f"rank 0 {pid} of {pod}, {FROZEN_RANK_0_S:.0f} s" if self._freeze([pid], FROZEN_RANK_0_S) else None
+
+    def _worker_frozen(self) -> str | None:
+        """A worker rank stops as it passes a large message on; after a while any that there is."""
+        sizes: dict[int, int] = {}
+        held, deadline = self._draw.uniform(*FROZEN_WORKER_S), time.monotonic() + 15
+        workers = self.ranks(first=False)
+        while time.monotonic() < deadline:
+            for pid, pod in workers:
+                size = resident(pid)
+                if size - sizes.setdefault(pid, size) > LARGE_BYTES and self._freeze([pid], held):
+                    return f"worker rank {pid} of {pod} within a large message, {held:.0f} s"
+                sizes[pid] = min(size or sizes[pid], sizes[pid])
+            time.sleep(2e-4)
+        if not (workers := self.ranks(first=False)):
+            return None
+        pid, pod = self._draw.choice(workers)
+        return f"worker rank {pid} of {pod}, {held:.0f} s" if self._freeze([pid], held) else None
+
+    def _full_drain(self) -> str | None:
+        """No file of a pod grows any more, as under a full quota, and then its walltime is near."""
+        if not (firsts := self.ranks(first=True)):
+            return None
+        pid, pod = self._draw.choice(firsts)
+        held = self._draw.uniform(*FULL_S)
+        try:
+            _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, most))
+        except OSError:  # it is gone
+            return None
+        who = Identity.of(pid)
+        self._after(held, lambda: lift(who, most))
+        site.ask("scancel", "--batch", "--signal=USR2", pod)
+        return f"{pod}, whose files do not grow for {held:.0f} s"

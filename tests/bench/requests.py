@@ -16,7 +16,7 @@ from pathlib import Path
 from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.slurm import site
-from tests.bench.chaos import write_campaign
+from tests.bench.chaos_campaign import write_campaign
 from tests.support.waiting import until
 
 DAEMONS = ("MESSAGE_", "REQUEST_COMPLETE_", "REQUEST_STEP_COMPLETE", "REQUEST_PING", "ACCOUNTING_")
