@@ -229,6 +229,8 @@ class Lab:
         passed = ("spool", "tmp", "plugins", *(f"tmp/{node}" for node in NODES))
         for folder in (self.sockets, *(self.dir / name for name in passed)):
             folder.chmod(self.passable)
+        if self.users:  # whose commands list it
+            (self.dir / "plugins").chmod(0o755)
         if self.sockets.stat().st_uid != os.getuid():
             die(f"{self.sockets} belongs to someone else: use a lab directory with a shorter path")
         key = self.dir / "munge" / "key"
@@ -246,8 +248,8 @@ class Lab:
         self.write("slurm.conf", self.slurm_conf() + self.site_conf())
         self.write("gres.conf", f"NodeName=gpu[1-{len(GPU_NODES)}] Name=gpu File={self.dir}/gpu/nvidia[0-{GPUS - 1}] "
                    "Flags=nvidia_gpu_env\n")  # fmt: skip
-        if self.version() >= (23, 2):
-            self.write("cgroup.conf", "CgroupPlugin=disabled\n")  # earlier versions ask for none, and know no such word
+        # Earlier versions know no such word; a file of a later one may be there.
+        self.write("cgroup.conf", "CgroupPlugin=disabled\n" if self.version() >= (24, 5) else "")
         self.write("slurmdbd.conf", self.slurmdbd_conf(password))
         # Run by MariaDB itself at every start, so that no client and no root password are needed.
         self.write(
