@@ -14,7 +14,7 @@
       endpoints/          <server>.json: engines that answer now
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
-      journal/            <pod>.<start>.journal: acknowledged trajectories
+      journal/            <pod>.<start>.journal: acknowledged trajectories; .contents: which those are
       shards/             <pod>.<start>.h5
       partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
       trajectories.h5     the result

@@ -95,10 +95,9 @@ FULL = """
                 pass
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
-    record = {"kind": "trajectory", "epoch": 0, "block": 0, "pad": "x" * 100_000,
-              "trajectory": {"id": "t0/oracle/0", "status": "completed", "attempt": 0}}
-    outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", 1.0, 1, 0, 0.0, 1.0, "", b"")
-    io.store(outcome, 0, pack_record(record))
+    record = pack_record({"id": "t0/oracle/0", "status": "completed", "attempt": 0, "epoch": 0, "pad": "x" * 100_000})
+    outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", 1.0, 1, 0, 0.0, 1.0, "", record)
+    io.store(outcome, 0, 0)
     while not io.stuck:
         collect()
     early = len(durable)

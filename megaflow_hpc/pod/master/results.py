@@ -137,7 +137,7 @@ class Results:
     def _store(self, work: Work, outcome: Outcome) -> None:
         self.histories.pop(outcome.id, None)
         self.began.pop(outcome.id, None)
-        self._io.store(outcome, work.block, outcome.payload(work.epoch, work.block))
+        self._io.store(outcome, work.epoch, work.block)
 
     def _goes_on(self, rank: int, work: Work, outcome: Outcome) -> bool:
         """Tells whether a rollout that failed has another attempt, here or in the pod that takes its block."""

@@ -71,11 +71,12 @@ class RunIo:
 
     # --- requests ---
 
-    def store(self, outcome: Outcome, block: int, record: bytes) -> None:
-        """Has a result journalled; it comes back in a ``Durable``."""
+    def store(self, outcome: Outcome, epoch: int, block: int) -> None:
+        """Has a result of a claimed block journalled; it comes back in a ``Durable``."""
+        record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
-        self._requests.put(PendingResult(outcome, block, record))
+        self._requests.put(PendingResult(outcome, block, epoch, record))
 
     def claim(self) -> None:
         """Asks for a block; one at a time. The answer is a ``Claimed``."""

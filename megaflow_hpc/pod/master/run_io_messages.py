@@ -23,6 +23,7 @@ class PendingResult(NamedTuple):
 
     outcome: Outcome
     block: int
+    epoch: int
     record: bytes
 
 

@@ -58,6 +58,7 @@ from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Viewers
 from megaflow_hpc.rundir.pods.condenser import SummaryWriter
+from megaflow_hpc.trajectories.journal.headings import Heading
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
@@ -72,8 +73,8 @@ RETRY_S = 1.0
 class Journal(Protocol):
     """What the thread needs of a :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter`."""
 
-    def append(self, record: bytes) -> int:
-        """Takes a record; what the disk refuses is kept for the next call. Raises OSError."""
+    def append(self, record: bytes, heading: Heading) -> int:
+        """Takes a record and its heading; what the disk refuses is kept for the next call. Raises OSError."""
 
     def commit(self) -> object:
         """Makes durable what was appended. Raises OSError."""
@@ -238,8 +239,11 @@ class RunIoThread(threading.Thread):
         if not self._ledger.may_commit:
             return
         while self._results:
-            self._appended.append(self._results.popleft())
-            self._journal.append(self._appended[-1].record)  # what it refuses it keeps, and writes with the next
+            result = self._results.popleft()
+            outcome = result.outcome
+            self._appended.append(result)
+            heading = Heading(outcome.id, outcome.status, result.epoch, outcome.attempt, result.block)
+            self._journal.append(result.record, heading)  # what it refuses it keeps, and writes with the next
         if self._appended:
             if not self._ledger.committed(self._journal.commit):
                 return  # too late: whoever takes over may not see it

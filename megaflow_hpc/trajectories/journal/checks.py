@@ -11,12 +11,13 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 
 LONGEST_NAME = 1024
@@ -39,17 +40,6 @@ _DTYPES = {
 _SCALARS = tuple(field.name for field in fields(Trajectory) if field.name in _DTYPES["trajectories"])
 
 
-class Heading(NamedTuple):
-    """The fields of a trajectory's record that decide over winners."""
-
-    id: str
-    status: str
-    epoch: int
-    attempt: int
-    block: int
-    """-1 where the record names none."""
-
-
 def heading_of(record: Mapping[str, Any], data: Mapping[str, Any]) -> Heading:
     """Returns the heading of a trajectory's record.
 
@@ -70,6 +60,21 @@ def heading_of(record: Mapping[str, Any], data: Mapping[str, Any]) -> Heading:
         raise ValueError(f"id {_shown(data['id'])}, expected a text in UTF-8 without zero bytes")
     _status(data["status"])
     return Heading(data["id"], data["status"], epoch, attempt, block)
+
+
+def heading_in(payload: bytes) -> Heading | None:
+    """Returns the heading of a record; ``None`` for one of another kind.
+
+    Args:
+        payload: the record, or so much of its beginning as holds the fields.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is of a trajectory, and is none.
+    """
+    record = head_of(payload)
+    if record.get("kind") != "trajectory":
+        return None
+    return heading_of(record, trajectory_data(record))
 
 
 def checked(trajectory: Trajectory) -> Trajectory:

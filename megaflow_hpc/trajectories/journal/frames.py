@@ -111,8 +111,18 @@ def frame_head(payload: bytes, salt: bytes, offset: int, time_ns: int) -> bytes:
     return head + struct.pack("<II", crc32(head, seed), crc32(payload, seed))
 
 
+def starts_frame(head: bytes, salt: bytes, offset: int) -> int | None:
+    """Returns the size of the frame at ``offset`` by its first bytes; ``None`` where there is none."""
+    if len(head) < FRAME_SIZE:
+        return None
+    marker, length, _, head_crc, _ = _FRAME.unpack(head[:FRAME_SIZE])
+    if marker != MARKER or length > MAX_RECORD or crc32(head[:16], seed_of(salt, offset)) != head_crc:
+        return None
+    return FRAME_SIZE + int(length)
+
+
 def read_journal(
-    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False
+    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, salt: bytes | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields ``(offset behind the record, record)`` in the order of appending, up to the torn tail.
 
@@ -120,11 +130,12 @@ def read_journal(
         path: the journal; may be written meanwhile.
         limit: number of bytes (a seal); records that end behind it are left out.
         tolerant: log and skip damage instead of raising.
+        salt: of the file that is meant; any other holds nothing.
 
     Raises:
         ConfigError: the file is not a journal, of a newer version, unreadable, or damaged in its middle.
     """
-    for frame in read_frames(path, limit, tolerant=tolerant):
+    for frame in read_frames(path, limit, tolerant=tolerant, wanted=salt):
         try:
             yield frame.end, unpack_record(frame.payload)
         except ValueError as error:
@@ -136,12 +147,17 @@ def read_journal(
 
 
 def read_frames(
-    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, start: int = 0
+    path: str | os.PathLike[str],
+    limit: int | None = None,
+    *,
+    tolerant: bool = False,
+    start: int = 0,
+    wanted: bytes | None = None,
 ) -> Iterator[Frame]:
     """Yields undecoded frames as :func:`read_journal` does records, from ``start``, the end of an earlier frame, on."""
     with open_journal(path) as file:
         salt = read_header(file, path)
-        if salt is None:
+        if salt is None or wanted not in (None, salt):
             return
         position = max(HEADER_SIZE, start)
         while True:

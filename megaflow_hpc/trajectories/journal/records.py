@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
-from megaflow_hpc.trajectories.journal.checks import VERIFIED, Heading, checked, heading_of, salvaged
+from megaflow_hpc.trajectories.journal.checks import VERIFIED, checked, heading_in, heading_of, salvaged
 from megaflow_hpc.trajectories.journal.frames import Frame, read_frames, unpack_record
+from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectories.journal.writer import base_of, owner_of
 from megaflow_hpc.trajectory import Trajectory
 
@@ -63,9 +62,7 @@ def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[t
         time_ns = max(time_ns, frame.time_ns)
         heading = None
         try:
-            record = _head(frame.payload)
-            if record.get("kind") == "trajectory":
-                heading = heading_of(record, _trajectory_data(record))
+            heading = heading_in(frame.payload)
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("%s: record at byte %d is no trajectory (%r); skipped", path, frame.start, error)
         yield frame._replace(time_ns=time_ns), heading
@@ -110,57 +107,14 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
     data: Mapping[str, Any] = {}
     try:
         record = unpack_record(frame.payload)
-        data = _trajectory_data(record)
+        data = trajectory_data(record)
         return checked(Trajectory.from_record({**data, "epoch": epoch}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if not data:
-            record = _head(frame.payload)
-            data = _trajectory_data(record)
+            record = head_of(frame.payload)
+            data = trajectory_data(record)
         heading = heading_of({**record, "epoch": epoch}, data)
         logger.warning("%s: record at byte %d (%s): %r; kept without its tokens", path, frame.start, heading.id, error)
         trajectory = salvaged(data, heading)
         trajectory.error = f"{trajectory.error}\n[tokens lost: the record is inconsistent: {error!r}]".lstrip()
         return trajectory
-
-
-_WANTED = frozenset({"id", "status", "attempt", "epoch"})
-_HEAD_BYTES = 4096
-
-
-def _head(payload: bytes) -> dict[str, Any]:
-    """Decodes a record with only the deciding fields of its trajectory; all of it where they do not come first."""
-    # The size also bounds what a length in it makes the unpacker ask for.
-    unpacker = msgpack.Unpacker(
-        raw=False, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=_HEAD_BYTES
-    )
-    unpacker.feed(payload[:_HEAD_BYTES])
-    record: dict[str, Any] = {}
-    try:
-        for _ in range(unpacker.read_map_header()):
-            key = unpacker.unpack()
-            if key != "trajectory":
-                record[key] = unpacker.unpack()
-                continue
-            data: dict[str, Any] = {}
-            for _ in range(unpacker.read_map_header()):
-                name = unpacker.unpack()
-                if name in _WANTED:
-                    data[name] = unpacker.unpack()
-                else:
-                    unpacker.skip()
-                if len(data) == len(_WANTED) and {"kind", "epoch", "block"} <= record.keys():
-                    return {**record, "trajectory": data}
-            break
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
-        pass
-    return unpack_record(payload)
-
-
-def _trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the trajectory's map of a record, which may hold it as a worker's packed bytes."""
-    data = record["trajectory"]
-    if isinstance(data, bytes):
-        data = unpack_record(data)
-    if not isinstance(data, dict):
-        raise TypeError(f"a trajectory is a {type(data).__name__}, expected a map")
-    return data

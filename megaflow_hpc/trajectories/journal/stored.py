@@ -1,16 +1,23 @@
-"""Which rollouts of a block its earlier holders have stored: only their journals are read, each once."""
+"""Which rollouts of a block its earlier holders have stored: only their journals' tables of contents are read, each
+once, and of the journals themselves what no table tells of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.checks import Heading
+from megaflow_hpc.trajectories.journal.contents import Contents, read_contents
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE
+from megaflow_hpc.trajectories.journal.headings import Heading
 from megaflow_hpc.trajectories.journal.records import headings
 from megaflow_hpc.trajectories.journal.writer import SUFFIX, base_of, parts, valid_length
+
+BEAT_BYTES = 8 << 20
+"""Bytes of a journal that are read between two signs of life."""
 
 
 class Holding(NamedTuple):
@@ -23,19 +30,43 @@ class Holding(NamedTuple):
     """Bytes of its journal that count."""
 
 
+@dataclass
+class _Known:
+    """What is known of one journal."""
+
+    size: tuple[int, int]
+    """Number of parts and size of the last one, when it was looked at."""
+    length: int = 0
+    """Logical offset behind the last whole record."""
+    records: dict[tuple[int, int], list[tuple[int, str]]] | None = None
+    """Block and epoch → logical end and rollout of each record that did not fail; ``None`` if only the length is."""
+
+
+@dataclass
+class _Reading:
+    """Records as they are found."""
+
+    end: int
+    """Logical offset behind the last one."""
+    records: dict[tuple[int, int], list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, heading: Heading | None, end: int) -> None:
+        self.end = end
+        if heading is not None and heading.status != "failed":
+            self.records.setdefault((heading.block, heading.epoch), []).append((end, heading.id))
+
+
 class StoredRollouts:
     """What the journals of earlier holders say; for one thread, which may have to show that it lives.
 
     Args:
-        beat: called between two parts of a journal, which are read for a second or so each.
+        beat: called between two journals, and of one that has to be read every few megabytes.
     """
 
     def __init__(self, run: RunDir, beat: Callable[[], object] = lambda: None) -> None:
         self._folder, self._beat = run.journal, beat
-        self._read: dict[str, tuple[list[tuple[Heading, int]], int]] = {}
-        """Owner → headings of its records with the logical offsets of their ends, and the end of the last record."""
-        self._lengths: dict[str, tuple[tuple[int, int], int]] = {}
-        """Owner → number of parts and size of the last one, and the length that follows."""
+        self._known: dict[str, _Known] = {}
+        """By owner."""
 
     def ids(self, block: int, held: Iterable[Holding]) -> set[str]:
         """Returns the rollouts of a block that are stored and did not fail.
@@ -43,35 +74,59 @@ class StoredRollouts:
         Raises:
             ConfigError: a journal is not one, or of a newer version.
         """
-        found = set()
+        found: set[str] = set()
         for epoch, owner, sealed in held:
-            if owner not in self._read or self._read[owner][1] < sealed:
-                self._read[owner] = self._headings(owner)
-            for heading, end in self._read[owner][0]:
-                if (heading.block, heading.epoch) == (block, epoch) and end <= sealed and heading.status != "failed":
-                    found.add(heading.id)
+            known = self._known.get(owner)
+            if known is None or known.records is None or known.length < sealed:
+                known = self._look(owner, whole=True)
+            of_block = (known.records or {}).get((block, epoch), ())
+            found.update(rollout for end, rollout in of_block if end <= sealed)
         return found
 
     def length(self, owner: str) -> int:
         """Returns the bytes of whole records in a journal; one that has not grown is not read again."""
-        found = parts(self._path(owner))
-        size = len(found), found[-1].stat().st_size if found else 0
-        known = self._lengths.get(owner)
-        if known is None or known[0] != size:
-            self._beat()
-            self._lengths[owner] = known = size, valid_length(self._path(owner))
-        return known[1]
+        known = self._known.get(owner)
+        if known is None or known.size != _size(parts(self._path(owner))):
+            known = self._look(owner, whole=False)
+        return known.length
 
-    def _headings(self, owner: str) -> tuple[list[tuple[Heading, int]], int]:
-        found, end = [], HEADER_SIZE
-        for part in parts(self._path(owner)):
+    def _look(self, owner: str, whole: bool) -> _Known:
+        """Looks at a journal anew; for its length alone, one without a table is read from its last part on."""
+        self._beat()
+        found = parts(self._path(owner))
+        known = self._known[owner] = _Known(_size(found))
+        contents = read_contents(found)
+        if contents is None and not whole:
+            known.length = valid_length(self._path(owner))
+            return known
+        reading = _Reading(min(HEADER_SIZE, found[0].stat().st_size) if found else 0)
+        for heading, end in self._records(found, contents or Contents([])):
+            reading.add(heading, end)
+        known.length, known.records = reading.end, reading.records
+        return known
+
+    def _records(self, found: list[Path], contents: Contents) -> Iterator[tuple[Heading | None, int]]:
+        """Yields every record of a journal with its logical end: those that its table tells of, then the others."""
+        for listed in contents.records:
+            yield listed.heading, listed.end
+        if contents.records:
+            yield None, contents.covered
+        for number in range(contents.part, len(found)):
+            start = contents.covered - contents.base if number == contents.part else 0
+            if start and start == contents.size:
+                continue
+            base = contents.base if number == contents.part else base_of(found[number])
+            beaten = start
+            for frame, heading in headings(found[number], start):
+                yield heading, base + frame.end
+                if frame.end - beaten >= BEAT_BYTES:
+                    beaten = frame.end
+                    self._beat()
             self._beat()
-            base = base_of(part)
-            for frame, heading in headings(part):
-                end = base + frame.end
-                if heading is not None:
-                    found.append((heading, end))
-        return found, end
 
     def _path(self, owner: str) -> Path:
         return self._folder / f"{owner}{SUFFIX}"
+
+
+def _size(found: list[Path]) -> tuple[int, int]:
+    return len(found), found[-1].stat().st_size if found else 0

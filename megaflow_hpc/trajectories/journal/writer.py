@@ -11,6 +11,9 @@ A journal that grows past :data:`ROTATE_BYTES` goes on in a new *part*; a part w
 
 *Logical offsets* count over all parts. Seals, ``length`` and ``committed`` are logical; frames have the offset within
 their own file.
+
+Each commit also adds what it made durable to the journal's table of contents
+(:mod:`megaflow_hpc.trajectories.journal.contents`), without a second fsync.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.trajectories.journal.contents import ContentsWriter, Listed
 from megaflow_hpc.trajectories.journal.frames import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -34,6 +38,7 @@ from megaflow_hpc.trajectories.journal.frames import (
     read_frames,
     unpack_record,
 )
+from megaflow_hpc.trajectories.journal.headings import Heading
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +91,9 @@ class JournalWriter:
         self._durable = self._written
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._contents = ContentsWriter(self.path, self._salt)
+        self._listed: list[Listed] = []
+        """Records that are not durable yet."""
 
     @property
     def length(self) -> int:
@@ -102,8 +110,11 @@ class JournalWriter:
         """The path of the part being written."""
         return part_path(self.path, self._part)
 
-    def append(self, record: bytes | Mapping[str, Any]) -> int:
+    def append(self, record: bytes | Mapping[str, Any], heading: Heading | None = None) -> int:
         """Adds one record, as a map or as the bytes :func:`pack_record` made of one; not durable before ``commit``.
+
+        Args:
+            heading: of the record, where the caller knows it: looking for it takes some time.
 
         Returns:
             The logical offset behind it, comparable with ``committed`` and with a seal.
@@ -123,6 +134,8 @@ class JournalWriter:
         self._pending.append(payload)
         self._pending_bytes += FRAME_SIZE + len(payload)
         end = self.length
+        if heading := heading or _heading_of(payload):
+            self._listed.append(Listed(heading, end, FRAME_SIZE + len(payload)))
         if self._pending_bytes >= _WRITE_BUFFER:
             self._write()
         return end
@@ -144,6 +157,8 @@ class JournalWriter:
                 self._broken = f"fsync failed: {error.strerror}"
                 raise
             self._durable = self._written
+            self._contents.add(self._part, self._base, self.committed, self._listed)
+            self._listed = []
         if self._durable >= self._rotate_bytes:
             self._rotate()
         return self.committed
@@ -158,6 +173,7 @@ class JournalWriter:
         finally:
             os.close(self._file)
             self._file = -1
+            self._contents.close()
 
     def __enter__(self) -> JournalWriter:
         return self
@@ -204,6 +220,16 @@ class JournalWriter:
         self._written = self._durable = written
         if self._on_rotate is not None:
             self._on_rotate(finished)
+
+
+def _heading_of(payload: bytes) -> Heading | None:
+    """Returns the heading of a record, or none as for whoever reads the journal."""
+    from megaflow_hpc.trajectories.journal.checks import heading_in  # needs NumPy
+
+    try:
+        return heading_in(payload)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _create(path: Path, first: bytes) -> tuple[int, bytes, int]:

@@ -24,6 +24,7 @@ from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import attribute, open_file, recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.journal.contents import SUFFIX as CONTENTS
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
 from megaflow_hpc.trajectories.maintenance.checksums import verify
 
@@ -118,6 +119,6 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         )
     shards, written = list(run.shards.glob("*.h5")), list(journals(run))
     held = sum(path.stat().st_size for path in (*shards, *written))
-    for path in () if dry_run else (*shards, *written):
+    for path in () if dry_run else (*shards, *run.journal.glob(f"*{CONTENTS}"), *written):
         path.unlink()
     return {"journals": len(written), "shards": len(shards), "journal_bytes": held}

@@ -24,6 +24,7 @@ from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.headings import Heading
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.ledgers import Clock, rollouts
@@ -47,7 +48,7 @@ class Journal:
         self.appended: list[bytes] = []
         self.durable = 0
 
-    def append(self, record: bytes) -> int:
+    def append(self, record: bytes, heading: Heading) -> int:
         self.appended.append(record)
         return len(record)
 
@@ -83,7 +84,7 @@ class Pod:
             status="completed",
         )
         outcome = Outcome.of(trajectory)
-        self.io.store(outcome, 0, outcome.payload(0, 0))
+        self.io.store(outcome, 0, 0)
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@
 Each trial starts a writer that appends trajectories in group commits, rotates its journal every few hundred kB with
 shards in a child, and says on a pipe which rollouts were acknowledged. It stops itself at a point drawn from: before a
 write, in the middle of one (part of the bytes are in the file), before an fsync, behind it but before anybody was told,
-in the making of a next part, and while a gather is being written. There the parent kills it. Then the journal, and a
-file gathered from what is left, must hold every acknowledged rollout, each rollout once, and whole.
+before or in a write of the table of contents, in the making of a next part, and while a gather is being written. There
+the parent kills it. Then the journal, and a file gathered from what is left, must hold every acknowledged rollout, each
+rollout once, and whole; and whoever takes the block over must find the same stored, by the table of contents and
+without it.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ import h5py
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, gather, validate
+from megaflow_hpc.trajectories.journal.contents import SUFFIX, contents_path
 from megaflow_hpc.trajectories.journal.shards import write_shard
+from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
 from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.samples import run_dir, trajectory
 
-WINDOWS = ("before write", "in write", "before fsync", "behind fsync", "in rotation", "in shard", "in gather")
+WINDOWS = (
+    *("before write", "in write", "before fsync", "behind fsync", "before contents", "in contents"),
+    *("in rotation", "in shard", "in gather"),
+)
 ROTATE = 60_000
 
 
@@ -55,9 +62,10 @@ def writer(path: Path, seed: int, window: str) -> None:
         return countdown <= 0
 
     def pwrite(file: int, data: bytes, place: int) -> int:
-        if due("before write"):
+        what = "contents" if os.readlink(f"/proc/self/fd/{file}").endswith(SUFFIX) else "write"
+        if due(f"before {what}"):
             halt()
-        if due("in write"):
+        if due(f"in {what}"):
             part = draw.randint(1, max(1, len(data) - 1))
             real_pwrite(file, memoryview(data)[:part], place)
             halt()
@@ -99,6 +107,13 @@ def writer(path: Path, seed: int, window: str) -> None:
                     gather(run)
 
 
+def stored(run: RunDir) -> tuple[int, set[str]]:
+    """The seal of the journal, and what a successor finds stored within."""
+    found = StoredRollouts(run)
+    sealed = found.length("pod.0")
+    return sealed, found.ids(0, [Holding(0, "pod.0", sealed)])
+
+
 def same(one: Trajectory, other: Trajectory) -> bool:
     return repr(one.to_record()) == repr(other.to_record())
 
@@ -122,6 +137,10 @@ def trial(path: Path, seed: int, window: str) -> tuple[int, int, int]:
             raise RuntimeError(f"seed {seed}, {window}: the writer ended by itself ({process.returncode})")
     expected = {trajectory(n).id for n in range(acknowledged)}
     lost = doubled = 0
+    told = stored(run)
+    contents_path(run.journal_file("pod", "0")).unlink(missing_ok=True)
+    assert told == stored(run), "a table of contents tells of other rollouts than its journal"
+    lost = len(expected - told[1])
     for path_read in (None, False, True):  # the journals alone; gathered; gathered anew from the journals
         if path_read is None:
             found = index(run, {})

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.contents import contents_path
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.stored import BEAT_BYTES, Holding, StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.operations import counted
 
@@ -56,7 +57,7 @@ def test_other_pods_journals_are_not_read_and_the_holders_once(run: RunDir) -> N
     with counted(run.path) as operations:
         length = stored.length("a.0")
         assert stored.ids(0, [Holding(0, "a.0", length)]) == {"t0/p/0"}
-    assert operations["opens"] == 2  # for its length, and for its records
+    assert operations["opens"] == 2  # the table of contents, and the journal itself to see that they agree
     with counted(run.path) as operations:
         assert stored.length("a.0") == length
         assert stored.ids(1, [Holding(0, "a.0", length)]) == {"t1/p/0"}
@@ -98,7 +99,18 @@ def test_a_journal_that_ends_with_no_trajectory_is_read_once(run: RunDir) -> Non
 
 def test_the_reader_shows_that_it_lives_between_the_parts_of_a_long_journal(run: RunDir) -> None:
     ends = write(run, "a", *(record(number, 0, 0) for number in range(10)), rotate=1)
+    contents_path(run.journal_file("a", "0")).unlink()
     beats: list[None] = []
     stored = StoredRollouts(run, lambda: beats.append(None))
     assert len(stored.ids(0, [Holding(0, "a.0", ends[-1])])) == 10
     assert len(beats) >= 10
+
+
+def test_and_within_a_part(run: RunDir) -> None:
+    large = [pack_record({"kind": "note", "text": "x" * (BEAT_BYTES // 4)}) for _ in range(20)]
+    ends = write(run, "a", *large, record(0, 0, 0), rotate=1 << 30)
+    contents_path(run.journal_file("a", "0")).unlink()
+    beats: list[None] = []
+    stored = StoredRollouts(run, lambda: beats.append(None))
+    assert stored.ids(0, [Holding(0, "a.0", ends[-1])]) == {"t0/p/0"}
+    assert len(beats) >= 6

@@ -1,0 +1,131 @@
+"""What it costs to take over the blocks of pods that were killed: one pod, and journals of a thousand that are gone.
+
+``python -m tests.bench.takeover [--pods 1000] [--rollouts 128] [--tokens 2000]`` lets so many pods claim a block each,
+store half of it and be killed, marks them as gone as Slurm would, and has one pod take all over: real ledger, journals
+and blocks, on a real directory. It prints seconds, the bytes that were read of files (from caches too), and the longest
+time between two chances to renew the lease, which is fenced at 90 s; then the same without tables of contents, as
+where an earlier version wrote the journals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megaflow_hpc.bench.figures import Figure
+from megaflow_hpc.bench.transcripts import Transcripts
+from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
+from megaflow_hpc.rundir.events import EventWriter
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal.frames import pack_record
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from megaflow_hpc.types import Rollout
+
+GROUP = 16
+"""Rollouts of a commit."""
+GOAL_S = 30.0
+"""Longest time between two renewals: what many pods are given anyhow, a third of the fence."""
+
+
+def make_run(folder: Path, pods: int, rollouts: int, tokens: int) -> RunDir:
+    """Returns a run in which so many pods have stored half of their block and are gone."""
+    run = RunDir(folder / "run")
+    run.create()
+    Ledger(run).create()
+    write_blocks(run, [Rollout(f"t{n}", "default", 0, "nop") for n in range(pods * rollouts)], 1, size=rollouts)
+    transcripts = Transcripts()
+    drawn = [transcripts.draw(number, tokens, max(2, tokens // 750)) for number in range(12)]
+    for number in range(pods):
+        ledger = Ledger(run, PodIdentity(f"900_{number}", "0"), pods=pods)
+        ledger.register()
+        claim = ledger.claim(lambda owner: 0)
+        assert claim is not None
+        journal = JournalWriter(run.journal_file(f"900_{number}", "0"))
+        for n, rollout in enumerate(read_block(run, claim.block).rollouts[: rollouts // 2]):
+            trajectory = replace(drawn[n % 12], id=rollout.id, task_id=rollout.task_id, group_id=rollout.group_id)
+            record = {"kind": "trajectory", "epoch": 0, "block": claim.block, "trajectory": trajectory.to_record()}
+            journal.append(pack_record(record))
+            if n % GROUP == GROUP - 1:
+                journal.commit()
+        journal.commit()  # and it is never closed
+        ledger.mark_gone(f"900_{number}.0")
+    return run
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read of files so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def take_over(run: RunDir, name: str, pods: int) -> tuple[float, int, float, int]:
+    """Returns seconds, bytes read, the longest time in seconds without a chance to renew, and rollouts left to run."""
+    ledger, longest, last = Ledger(run, PodIdentity(name, "0"), pods=pods), 0.0, time.monotonic()
+
+    def renew() -> None:
+        nonlocal longest, last
+        ledger.renew()
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    ledger.register()
+    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file(name, "0")), StoredRollouts(run, renew))
+    began, read, claimed, left = time.monotonic(), bytes_read(), 0, 0
+    last = began
+    while block := blocks.claim():
+        claimed += 1
+        left += len(block.rollouts)
+        renew()
+    assert claimed == pods, claimed
+    ledger.mark_gone(f"{name}.0")
+    return time.monotonic() - began, bytes_read() - read, longest, left
+
+
+def figures(pods: int, rollouts: int, tokens: int, folder: Path) -> list[Figure]:
+    """Takes blocks over by tables of contents, and then without any."""
+    run = make_run(folder, pods, rollouts, tokens)
+    size = sum(path.stat().st_size for path in run.journal.glob("*.journal"))
+    found = [Figure(f"journals of {pods} pods, {rollouts // 2} rollouts each", "MB", round(size / 1e6), pods)]
+    copy = folder / "without"
+    shutil.copytree(run.path, copy, copy_function=_link)
+    for path in (copy / "journal").glob("*.contents"):
+        path.unlink()
+    for where, how, goal in ((run, "", GOAL_S), (RunDir(copy), ", no tables of contents", None)):
+        seconds, read, longest, left = take_over(where, "901_0", pods)
+        assert left == pods * (rollouts - rollouts // 2), left
+        found += [
+            Figure(f"takeover of {pods} blocks{how}", "s", round(seconds, 1), pods),
+            Figure(f"read for it{how}", "MB", round(read / 1e6, 1), pods),
+            Figure(f"longest time without renewing{how}", "s", round(longest, 3), pods, goal=goal, better="lower"),
+        ]
+    return found
+
+
+def _link(source: str, target: str) -> None:
+    """Journals are large and never change here; whatever may change is copied."""
+    if source.endswith(".journal"):
+        Path(target).hardlink_to(source)
+    else:
+        shutil.copy2(source, target)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pods", type=int, default=1000)
+    parser.add_argument("--rollouts", type=int, default=128, help="of a block; half of them are stored")
+    parser.add_argument("--tokens", type=int, default=2000, help="of a rollout; 30000 are 0.5 MB")
+    parser.add_argument("--directory", type=Path, help="on the file system to be measured")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="megaflow-bench-", dir=given.directory) as folder:
+        for figure in figures(given.pods, given.rollouts, given.tokens, Path(folder)):
+            goal = f" (goal {figure.goal})" if figure.goal else ""
+            print(f"{figure.name}: {figure.value} {figure.unit}{goal}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
