@@ -70,7 +70,7 @@ def lead(run: RunDir) -> dict[str, Any]:
     pod.journal.commit()
     comm.flush(5.0)
     assert state == "done", state
-    size = sum(file.stat().st_size for file in run.journal.iterdir())
+    size = sum(file.stat().st_size for file in run.journal.glob("*.journal"))
     return {"seconds": seconds, "cpu_s": cpu, "journal_bytes": size}
 
 

@@ -102,7 +102,7 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         dry_run: check all of it and remove nothing.
 
     Returns:
-        Counts: ``journals`` and ``shards``, files, and ``journal_bytes`` of both.
+        Counts: ``journals`` and ``shards``, files, and ``journal_bytes`` of both and of tables of contents.
 
     Raises:
         ConfigError: the campaign is not finished, the file does not hold everything, or it is damaged.
@@ -118,7 +118,8 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
             f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
         )
     shards, written = list(run.shards.glob("*.h5")), list(journals(run))
-    held = sum(path.stat().st_size for path in (*shards, *written))
-    for path in () if dry_run else (*shards, *run.journal.glob(f"*{CONTENTS}"), *written):
+    contents = list(run.journal.glob(f"*{CONTENTS}"))
+    held = sum(path.stat().st_size for path in (*shards, *contents, *written))
+    for path in () if dry_run else (*shards, *contents, *written):
         path.unlink()
     return {"journals": len(written), "shards": len(shards), "journal_bytes": held}

@@ -42,7 +42,7 @@ def test_a_running_campaign_shows_the_same_through_shards_journals_and_file(runn
         plain_columns = {
             name: repr(store.column(name).tolist()) for name in ("id", "reward", "tokens", "sampled_tokens")
         }
-    parts = sorted(running.journal.glob("[ab].0*"))
+    parts = sorted(running.journal.glob("[ab].0*.journal"))
     assert len(parts) > 6
     for part in parts[::2]:
         write_shard(running, part)
@@ -104,7 +104,7 @@ def test_ids_are_found_one_by_one_and_many_at_once(running, gathered):
 
 
 def test_a_damaged_shard_is_passed_over(running, caplog):
-    parts = sorted(running.journal.glob("[ab].0*"))
+    parts = sorted(running.journal.glob("[ab].0*.journal"))
     shard = write_shard(running, parts[0])
     with open_trajectories(running.path) as store:
         before = whole(store)
