@@ -239,11 +239,8 @@ class RunIoThread(threading.Thread):
         if not self._ledger.may_commit:
             return
         while self._results:
-            result = self._results.popleft()
-            outcome = result.outcome
-            self._appended.append(result)
-            heading = Heading(outcome.id, outcome.status, result.epoch, outcome.attempt, result.block)
-            self._journal.append(result.record, heading)  # what it refuses it keeps, and writes with the next
+            self._appended.append(self._results.popleft())
+            self._journal.append(*self._appended[-1].to_append())  # what it refuses it keeps, and writes with the next
         if self._appended:
             if not self._ledger.committed(self._journal.commit):
                 return  # too late: whoever takes over may not see it
