@@ -7,7 +7,8 @@ both in seconds UTC.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Span = tuple[float, float]
@@ -54,31 +55,40 @@ def overlap(span: Span, busy: Sequence[Span]) -> float:
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in busy)
 
 
+def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Iterator[tuple[JobUse, float, float]]:
+    """Yields each job with the seconds that it held its allocation, and those of them in which it was idle.
+
+    A gather job is not idle.
+
+    Args:
+        rollouts: As for :func:`totals`.
+    """
+    of_pod: dict[str, list[Span]] = {}
+    for pod, span in rollouts:
+        of_pod.setdefault(pod, []).append(span)
+    busy_pods = {pod: merged(spans) for pod, spans in of_pod.items()}
+    busy = merged(span for spans in busy_pods.values() for span in spans)
+    for job in held:
+        whole = max(0.0, job.span[1] - job.span[0])
+        at_work = busy_pods.get(job.job.partition("+")[0], []) if job.role == "pods" else busy
+        yield job, whole, 0.0 if job.role == "gather" else whole - overlap(job.span, at_work)
+
+
 def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict[str, float]:
     """Core-seconds and GPU-seconds, in all and idle, and how long GPUs were held after the last rollout.
-
-    A gather job does not idle.
 
     Args:
         rollouts: Each attempt at a rollout: the job id of the pod where it ran, and when.
     """
     held, ran = list(held), list(rollouts)
-    of_pod: dict[str, list[Span]] = {}
-    for pod, span in ran:
-        of_pod.setdefault(pod, []).append(span)
-    busy = merged(span for _, span in ran)
-    busy_pods = {pod: merged(spans) for pod, spans in of_pod.items()}
     sums = dict.fromkeys(("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds"), 0.0)
-    for job in held:
-        whole = max(0.0, job.span[1] - job.span[0])
-        at_work = busy_pods.get(job.job.partition("+")[0], []) if job.role == "pods" else busy
-        idle = 0.0 if job.role == "gather" else whole - overlap(job.span, at_work)
+    for job, whole, idle in idled(held, ran):
         sums["core_seconds"] += whole * job.cores
         sums["idle_core_seconds"] += idle * job.cores
         sums["gpu_seconds"] += whole * job.gpus
         sums["idle_gpu_seconds"] += idle * job.gpus
-    last = busy[-1][1] if busy else 0.0
-    after = [job.span[1] - last for job in held if job.gpus] if busy else []
+    last = max((end for _, (start, end) in ran if end > start), default=math.inf)
+    after = [job.span[1] - last for job in held if job.gpus]
     sums["gpus_outlived_last_rollout_s"] = max(0.0, max(after, default=0.0))
     return {name: round(value, 1) for name, value in sums.items()}
 

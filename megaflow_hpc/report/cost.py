@@ -6,12 +6,12 @@ engine servers their GPU-seconds in files of their own, which is all that is kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.monitor.usage import JobUse, Span, merged, overlap
+from megaflow_hpc.monitor.usage import JobUse, Span, idled
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.rundir.budget import held_before
 from megaflow_hpc.rundir.layout import RunDir
@@ -33,7 +33,7 @@ class HeldHours(msgspec.Struct, kw_only=True):
     core_hours: float = 0.0
     gpu_hours: float = 0.0
     idle_core_hours: float | None = None
-    """Of them, those in which no rollout ran; ``None`` without accounting."""
+    """Of them, those that were idle (:mod:`megaflow_hpc.monitor.usage`); ``None`` without accounting."""
     idle_gpu_hours: float | None = None
     price: float | None = None
 
@@ -85,13 +85,18 @@ JOBS_SHOWN = 400
 
 
 def cost_of(
-    run: RunDir | None, uses: Sequence[JobUse], rollouts: Sequence[Span], prices: Prices, stored: int, passed: int
+    run: RunDir | None,
+    uses: Sequence[JobUse],
+    rollouts: Iterable[tuple[str, Span]],
+    prices: Prices,
+    stored: int,
+    passed: int,
 ) -> Cost:
     """Returns what a run cost.
 
     Args:
         uses: what accounting says of its jobs; empty where there is none.
-        rollouts: when rollouts ran, for what was idle.
+        rollouts: each attempt at a rollout: the job id of the pod where it ran, and when; for what was idle.
         stored, passed: rollouts among which the price is shared.
     """
     found = _of_accounting(uses, rollouts) if uses else _of_reports(run) if run else Cost(source="none")
@@ -111,12 +116,10 @@ def _price(core_hours: float, gpu_hours: float, prices: Prices) -> float | None:
     return significant(core_hours * (prices.core_hour or 0.0) + gpu_hours * (prices.gpu_hour or 0.0))
 
 
-def _of_accounting(uses: Sequence[JobUse], rollouts: Sequence[Span]) -> Cost:
-    busy = merged(rollouts)
+def _of_accounting(uses: Sequence[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Cost:
     roles: dict[str, RoleCost] = {}
-    for use in uses:
-        whole = max(0.0, use.span[1] - use.span[0])
-        idle = (whole - overlap(use.span, busy)) / HOUR
+    for use, whole, idle_s in idled(uses, rollouts):
+        idle = idle_s / HOUR
         role = roles.setdefault(use.role, RoleCost(role=use.role, idle_core_hours=0.0, idle_gpu_hours=0.0))
         role.jobs += 1
         role.core_hours += whole * use.cores / HOUR

@@ -35,7 +35,7 @@ from megaflow_hpc.report.policies import (
     stages_of,
     tasks_of,
 )
-from megaflow_hpc.report.rollouts import read_rollouts
+from megaflow_hpc.report.rollouts import read_rollouts, worked
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.timeline import Concurrency, PodFigures, concurrency_of, pods_of
 from megaflow_hpc.report.training import TrainingCurve, curves_of
@@ -130,7 +130,6 @@ class Loaded:
         seconds = float(ended[-1] - began) if len(rows) else 0.0
         passed = sum(p.evaluation["passed"] for p in policies if p.evaluation)
         total = max(record.total, len(rows))
-        spans = list(zip(rows.started_at.tolist(), rows.finished_at.tolist(), strict=True))
         failed = rows.status.where("failed")
         grows = bool(record.campaign.get("training"))
         return RunFigures(
@@ -158,7 +157,7 @@ class Loaded:
             repeated=dict(sorted(events.repeated.items())),
             copies=events.copies,
             stragglers=stragglers_of(rows),
-            cost=cost_of(self.run, uses, spans, prices, len(rows), passed),
+            cost=cost_of(self.run, uses, worked(self.store, rows) if uses else [], prices, len(rows), passed),
             training=curves_of(self.run, record) if self.run else [],
         )
 

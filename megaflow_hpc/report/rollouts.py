@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.report.series import Span
+from megaflow_hpc.trajectories.hdf5.columns import text
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 PHASES = ("environment", "model", "agent", "evaluation")
@@ -126,6 +129,19 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         attempts=column("trajectories/attempt").astype(np.int64) + 1,
         inexact=column("trajectories/inexact").astype(np.int64),
     )
+
+
+def worked(store: TrajectoryStore, rows: Rollouts) -> Iterator[tuple[str, Span]]:
+    """Yields where each attempt at a rollout ran, by its pod's job id, and when; those that count come twice."""
+
+    def times(name: str) -> list[float]:
+        values: list[float] = np.nan_to_num(store.source.column(f"attempts/{name}"), posinf=0.0, neginf=0.0).tolist()
+        return values
+
+    ours = (rows.job.names[code] for code in rows.job.codes.tolist())
+    yield from zip(ours, zip(rows.started_at.tolist(), rows.finished_at.tolist(), strict=True), strict=True)
+    jobs = text(store.source.column("attempts/job_id")).tolist()
+    yield from zip(jobs, zip(times("started_at"), times("finished_at"), strict=True), strict=True)
 
 
 def _labels(store: TrajectoryStore, name: str) -> Labels:

@@ -14,7 +14,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
-from megaflow_hpc.monitor.usage import JobUse
+from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.comparison import compare, paired_interval
 from megaflow_hpc.report.cost import Prices
@@ -30,7 +30,8 @@ from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.training.plan import TrainingFiles
-from megaflow_hpc.trajectories import gather
+from megaflow_hpc.trajectories import gather, open_trajectories
+from megaflow_hpc.trajectory import Attempt
 from tests.support import samples
 from tests.support.training import training_run
 
@@ -176,7 +177,7 @@ def test_campaigns_are_compared_task_by_task(attacked: RunDir, better: RunDir) -
 def test_what_was_held_has_a_price_and_an_efficiency(attacked: RunDir) -> None:
     hour = 3600.0
     uses = [
-        JobUse((1.7e9 - hour, 1.7e9 + hour), 4, 0, "17_0", "pods", "COMPLETED", 3.6 * hour, 4096.0, 1024.0),
+        JobUse((1.7e9 - hour, 1.7e9 + hour), 4, 0, "17_3", "pods", "COMPLETED", 3.6 * hour, 4096.0, 1024.0),
         JobUse((1.7e9, 1.7e9 + hour), 2, 1, "18_0", "servers", "TIMEOUT", None, None, None),
     ]
     cost = figures_of(attacked.path, uses, Prices(core_hour=0.5, gpu_hour=2.0, currency="EUR")).cost
@@ -186,6 +187,34 @@ def test_what_was_held_has_a_price_and_an_efficiency(attacked: RunDir) -> None:
     pods, servers = cost.jobs
     assert (pods.cpu_efficiency, pods.memory_efficiency) == (0.45, 0.25)
     assert (servers.cpu_efficiency, servers.memory_efficiency, cost.cpu_efficiency) == (None, None, 0.45)
+
+
+def test_what_was_idle_is_what_usage_says(tmp_path: Path) -> None:
+    """A pod that was requeued: its first start was cut short, and its second waits while the other pod works."""
+    run = samples.run_dir(tmp_path / "run")
+    cut = Attempt(0, "cancelled", "walltime", "", "node-1", "7_1", 20.0, 40.0)
+    for number, (job, start, end, before) in enumerate([("7_0", 10.0, 90.0, []), ("7_1", 70.0, 80.0, [cut])]):
+        last = Attempt(len(before), "completed", "", "", "node-1", job, start, end)
+        times = {"job_id": job, "started_at": start, "finished_at": end, "attempts": [*before, last]}
+        samples.commit(run, f"pod{number}", (number, 0, samples.trajectory(number, **times)))
+    gather(run)
+    uses = [
+        JobUse((0, 100), 4, 0, "7_0", "pods"),
+        JobUse((10, 45), 4, 0, "7_1", "pods"),
+        JobUse((50, 85), 4, 0, "7_1", "pods"),
+        JobUse((0, 100), 8, 2, "6_0", "servers"),
+        JobUse((0, 110), 4, 1, "6_1", "servers"),
+        JobUse((100, 110), 2, 0, "8", "gather"),
+    ]
+    cost = figures_of(run.path, uses).cost
+    idle = {role.role: (role.idle_core_hours, role.idle_gpu_hours) for role in cost.roles}
+    assert idle["pods"] == (pytest.approx(4 * (20 + 15 + 25) / 3600, rel=1e-4), 0)
+    assert idle["gather"] == (0, 0)
+    with open_trajectories(run.path) as store:
+        found = totals(uses, [(a.job_id, (a.started_at, a.finished_at)) for row in store for a in row.attempts])
+    assert cost.idle_core_hours == pytest.approx(found["idle_core_seconds"] / 3600, rel=1e-4)
+    assert cost.idle_gpu_hours == pytest.approx(found["idle_gpu_seconds"] / 3600, rel=1e-4)
+    assert (cost.core_hours, cost.gpu_hours) == pytest.approx((1940 / 3600, 310 / 3600), rel=1e-4)
 
 
 def test_a_run_that_trains_has_a_curve_for_each_metric(tmp_path: Path) -> None:

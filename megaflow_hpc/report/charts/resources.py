@@ -238,7 +238,7 @@ def cost(runs: Named) -> Chart | None:
                 ("GPU-hours", role.gpu_hours, role.idle_gpu_hours),
             ):
                 row = {"role": series_name(label, role.role, runs), "what": what}
-                parts = {"held": hours} if idle is None else {"in use": hours - idle, "no rollout ran": idle}
+                parts = {"held": hours} if idle is None else {"in use": hours - idle, "idle": idle}
                 values += [{**row, "series": name, "hours": value} for name, value in parts.items() if value]
     if not values:
         return None
@@ -251,7 +251,9 @@ def cost(runs: Named) -> Chart | None:
     }
     spec = spec_of(values, mark="bar", encoding=encoding, height={"step": 26}, resolve={"scale": {"x": "independent"}})
     spec |= OF_ROWS
-    note = "What jobs held, by role; with accounting also how much of it while no rollout ran."
+    note = (
+        "What jobs held, by role; with accounting also how much of it was idle: pods while none of their rollouts ran."
+    )
     return Chart(name="cost", title="Core-hours and GPU-hours", note=note, spec=spec)
 
 
