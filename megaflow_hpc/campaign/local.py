@@ -21,7 +21,7 @@ from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.leftovers import make_directory
-from megaflow_hpc.host.mpi import find_mpiexec
+from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
@@ -132,7 +132,7 @@ class LocalPod:
     def __init__(self, run: RunDir, ranks: int, servers: int, config: CampaignConfig | None = None) -> None:
         command = [sys.executable, "-m", "megaflow_hpc.pod", str(run)]
         if ranks > 1:
-            command = [find_mpiexec(), "-n", str(ranks), *command]
+            command = [*mpiexec(ranks), *command]
         self._run = run
         self._directory = make_directory()
         self._environment = {

@@ -37,6 +37,16 @@ def find_mpiexec() -> str:
     return found
 
 
+def mpiexec(ranks: int) -> list[str]:
+    """Returns the words that start so many ranks on this machine, however many cores it has.
+
+    Raises:
+        SiteError: there is no mpiexec.
+    """
+    more = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
+    return [find_mpiexec(), *more, "-n", str(ranks)]
+
+
 @functools.cache
 def mpi_library() -> str:
     """Returns the first words of what mpi4py's MPI says of itself; empty where it says nothing.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.host.mpi import find_mpiexec
+from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import index
@@ -33,7 +33,7 @@ WAYS = {
 
 def start(ranks: int, module: str, place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program of so many ranks, of which any may die; at its end all are gone."""
-    command = [find_mpiexec(), "-n", str(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
+    command = [*mpiexec(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
     try:
         return subprocess.run(
             command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
