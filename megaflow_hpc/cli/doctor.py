@@ -49,7 +49,7 @@ def register(subparsers: Subparsers) -> None:
         description="Checks interpreter, Slurm, MPI, Apptainer, scratch and engines. Nothing is changed.",
     )
     parser.add_argument(
-        "--job", action="store_true", help="also run a two-rank MPI probe through srun (waits for two CPUs)"
+        "--job", action="store_true", help="also run two MPI ranks through srun, and kill one (waits for two CPUs)"
     )
 
 
@@ -177,45 +177,47 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("srun --mpi", "ok", plugin)
 
 
-PROBE = """\
-import subprocess
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-print("ranks", world.allreduce(1), MPI.Get_library_version().splitlines()[0].strip(), flush=True)
-if world.rank == 0:
-    asked = subprocess.run(["squeue", "-h", "--me"], capture_output=True)
-    print("asked", asked.returncode, flush=True)
-"""
-
-
 def _mpi_probe() -> Iterator[Finding]:
-    """Two ranks through each type of srun --mpi, until two find each other."""
-    from megaflow_hpc.slurm import site
+    """Two ranks through each type of srun --mpi, until two find each other and one goes on when the other is killed."""
+    from megaflow_hpc.slurm import health, site
 
-    tried: list[str] = []
-    for plugin in site.mpi_plugins():
-        try:
-            output = site.ask(
-                "srun", f"--mpi={plugin}", "-n2", "-N1", "--time=2", "--mem-per-cpu=200M", sys.executable, "-c", PROBE
-            )
-        except SiteError as error:
-            tried.append(f"{plugin}: {error}")
+    plugins, tried = site.mpi_plugins(), []
+    worlds: dict[str, health.World] = {}
+    for plugin in plugins:
+        if plugin.partition("_")[0] in worlds:  # pmix_v4 is what pmix has just shown
             continue
-        if output.count("ranks 2") == 2:
-            library = output.partition("ranks 2 ")[2].splitlines()[0]
-            yield Finding("mpi probe", "ok", f"two ranks in one world by --mpi={plugin}, {library}")
-            if plugin != site.mpi_plugin():
-                remedy = f"export MEGAFLOW_MPI={plugin}"
-                yield Finding("mpi probe", "warn", f"--mpi={site.mpi_plugin()} does not work here", remedy)
-            if "asked 0" in output:
-                yield Finding("from jobs", "ok", "Slurm answers on compute nodes: pods can requeue and scale")
-            else:
-                remedy = "keep megaflow-hpc run or watch open; it adds engines and pods instead"
-                yield Finding("from jobs", "warn", "Slurm does not answer on compute nodes", remedy)
-            return
-        tried.append(f"{plugin}: worlds of one rank each")
-    remedy = "set MEGAFLOW_MPI to another type of srun --mpi=list, or install an mpi4py for the site's MPI"
-    yield Finding("mpi probe", "FAIL", "; ".join(tried), remedy)
+        world = health.try_world(plugin)
+        if world.why_not:
+            tried.append(f"{plugin}: {world.why_not}")
+            continue
+        worlds[plugin] = world
+        if world.outlives:
+            break
+    if not worlds:
+        remedy = "set MEGAFLOW_MPI to another type of srun --mpi=list, or install an mpi4py for the site's MPI"
+        yield Finding("mpi probe", "FAIL", "; ".join(tried), remedy)
+        return
+    plugin, world = next(iter(worlds.items()))
+    yield Finding("mpi probe", "ok", f"two ranks in one world by --mpi={plugin}, {world.library}")
+    if plugin != plugins[0]:
+        remedy = f"export MEGAFLOW_MPI={plugin}"
+        yield Finding("mpi probe", "warn", f"--mpi={plugins[0]} does not work here: each pod tries it first", remedy)
+    yield _lost_rank({name: found.outlives for name, found in worlds.items()})
+    if world.asks:
+        yield Finding("from jobs", "ok", "Slurm answers on compute nodes: pods can requeue and scale")
+    else:
+        remedy = "keep megaflow-hpc run or watch open; it adds engines and pods instead"
+        yield Finding("from jobs", "warn", "Slurm does not answer on compute nodes", remedy)
+
+
+def _lost_rank(outlives: dict[str, bool]) -> Finding:
+    """What becomes of a pod that loses a rank, by each type that works; the first is what pods take."""
+    first, better = next(iter(outlives)), next((name for name, goes_on in outlives.items() if goes_on), "")
+    if first == better:
+        return Finding("lost rank", "ok", f"by --mpi={first} a step goes on without a rank that was killed")
+    found = f"by --mpi={first} the loss of a rank ends the step: its pod starts anew, with what ran there"
+    remedy = "more and smaller pods lose less by it (slurm.pods), or an MPI that speaks pmi2: MPICH, Intel MPI"
+    return Finding("lost rank", "warn", found, f"export MEGAFLOW_MPI={better}" if better else remedy)
 
 
 def _apptainer() -> Iterator[Finding]:

@@ -63,6 +63,7 @@ def test_doctor_proves_mpi_by_two_ranks_in_one_world() -> None:
     findings = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
     assert findings["mpi probe"]["level"] == "ok", findings["mpi probe"]
     assert "--mpi=pmi2" in findings["mpi probe"]["found"]
+    assert findings["lost rank"]["level"] == "ok", findings["lost rank"]
     assert findings["from jobs"]["level"] == "ok"
 
 
