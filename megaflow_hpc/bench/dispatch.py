@@ -21,12 +21,14 @@ from pathlib import Path
 
 from megaflow_hpc.bench.arguments import above_zero, add_count
 from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median, quantile
+from megaflow_hpc.bench.figures import Figure, median, multiple, quantile
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import find_mpiexec
 
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
 EXAMPLES = ("bench dispatch --ranks 4", "bench dispatch --simulate --slots 2000 --pods 16 --durations seconds.txt")
+ROUNDS = 5
+"""Of a pod and its nearest peer, by turns."""
 DECISION_S = 50e-6
 """Of rank 0's time that one decision takes, journalling included, as measured without ``--simulate``."""
 
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     if arguments.metadata:
         return list(from_checkout("metadata", "--metadata").figures(arguments.ranks, note))
     peers = from_checkout("dispatch_peers", "--peers") if arguments.peers else None
-    figures = real(arguments.rollouts, arguments.ranks, note)
+    figures = real(arguments.rollouts, arguments.ranks, note, peers.futures if peers else None)
     for name, version, per_s in peers.measure(arguments.ranks, note) if peers else ():
         figures[0] = figures[0].beside(name, version, round(per_s, 1))
     return figures
@@ -147,26 +149,40 @@ def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[flo
 # --- a real pod with empty rollouts ----------------------------------------------------------------------------------
 
 
-def real(count: int, ranks: int, note: Callable[[str], None]) -> list[Figure]:
+def real(
+    count: int, ranks: int, note: Callable[[str], None], beside: Callable[[int], tuple[str, float]] | None = None
+) -> list[Figure]:
     """Rate, processor time, journal bytes and round trips of one pod under mpiexec whose workers answer at once.
 
     Args:
         count: empty rollouts.
         ranks: worker ranks, beside rank 0.
+        beside: runs a peer with so many workers, and returns its name and its tasks a second; by turns with the pod,
+            :data:`ROUNDS` times, so that what else the machine does falls on both.
 
     Raises:
         SiteError: there is no mpiexec, or the pod failed.
     """
-    note(f"one pod, rank 0 and {ranks} workers of 256 slots, {count} empty rollouts")
-    seconds, size, _, cpu = _pod(count, ranks, slots=256)
+    rates, cpus_us, its = [], [], []
+    for number in range(ROUNDS if beside else 1):
+        note(f"one pod, rank 0 and {ranks} workers of 256 slots, {count} empty rollouts")
+        seconds, size, _, cpu = _pod(count, ranks, slots=256)
+        rates.append(round(count / seconds, 1))
+        cpus_us.append(round(1e6 * cpu / count, 1))
+        if beside:
+            peer, rate = beside(ranks)
+            its.append(rate)
+            note(f"round {number + 1}: {rates[-1]:.0f}/s, {cpus_us[-1]} µs of rank 0 each; {peer} {rate:.0f}/s")
     name = f"empty rollouts dispatched and journalled, one pod of {ranks} workers"
+    ratios = [multiple(name, peer, rates, its, 1.3, "higher")] if its else []
     few = max(200, min(5000, count // 10))
     note(f"the same with one slot a worker, {few} empty rollouts")
     _, _, waits_ms, _ = _pod(few, ranks, slots=1)
     trip = "empty rollouts, one slot a worker: result out to next start in, at the worker"
     return [
-        Figure(name, "1/s", round(count / seconds, 1), count, goal=20_000, better="higher"),
-        Figure("processor time of rank 0 per empty rollout", "µs", round(1e6 * cpu / count, 1), count),
+        median(name, "1/s", rates, goal=20_000, better="higher"),
+        *ratios,
+        median("processor time of rank 0 per empty rollout", "µs", cpus_us),
         Figure("journal bytes per empty rollout", "bytes", round(size / count, 1), count),
         Figure(f"{trip}, p50", "ms", quantile(waits_ms, 0.5), len(waits_ms)),
         Figure(f"{trip}, p99", "ms", quantile(waits_ms, 0.99), len(waits_ms), goal=5.0),
