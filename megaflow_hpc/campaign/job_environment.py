@@ -38,7 +38,11 @@ def site_environment(setup: Sequence[str]) -> list[str]:
 
 
 def environment_script(config: CampaignConfig, mpi: str) -> str:
-    """``env.sh``: the same environment in every job, however it was submitted."""
+    """``env.sh``: the same environment in every job, however it was submitted.
+
+    Args:
+        mpi: types of ``srun --mpi`` in the order in which pods try them, with blanks between them.
+    """
     lines = [
         "# Sourced by every job of this run.",
         *site_environment(config.slurm.setup),

@@ -34,7 +34,12 @@ _SITE = (
         "every job, doctor, janitor, images stage",
     ),
     Variable("APPTAINER", "the Apptainer executable", "apptainer or singularity on PATH", "every verb and job"),
-    Variable("MPI", "type of srun --mpi for the pods", "the first of pmi2, pmix that srun offers", "plan, doctor"),
+    Variable(
+        "MPI",
+        "types of srun --mpi for the pods, in the order to try",
+        "those that srun offers, what fits mpi4py's MPI first",
+        "plan, doctor",
+    ),
     Variable(
         "ADDRESS",
         "name or address by which other nodes reach this one",

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.mpi import mpi_library, mpi_order
@@ -20,8 +21,11 @@ from megaflow_hpc.pod.engine_rank import accompany, start_server
 from megaflow_hpc.pod.master.assembly import lead
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import ORDERLY
+from megaflow_hpc.rundir.marks import ORDERLY, WORLD
 from megaflow_hpc.texts import printable
+
+LEAVE_S = 30
+"""Seconds for which rank 0 waits for workers that stop their runners."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _alone(run: RunDir) -> int:
+    _say_found()
     runner = start_runner()
     state = lead(run, ChildComm(runner[1]))
     stop_runner(*runner)
@@ -69,15 +74,22 @@ def _rank(run: RunDir, rank: int, size: int) -> int:
             f"{f'srun --mpi={now}' if now else 'the launcher'} do not fit; set MEGAFLOW_MPI to {others}, or to another "
             "type of srun --mpi=list"
         )
-    if runner is not None:
-        serve(comm, *runner)
-    elif server is not None:
-        accompany(comm, server)
-    else:
-        state = lead(run, comm)
-        comm.flush(5.0)
-        return 0 if state in ORDERLY else 1
-    return 0
+    if server is not None or runner is not None:
+        led = accompany(comm, server) if server is not None else serve(comm, *runner) if runner is not None else False
+        if led:
+            comm.leave()  # however long rank 0 goes on: when it ends otherwise, so do we
+        return 0
+    _say_found()
+    state = lead(run, comm)
+    comm.flush(5.0)
+    comm.leave(LEAVE_S)
+    return 0 if state in ORDERLY else 1
+
+
+def _say_found() -> None:
+    """Tells the batch shell that the ranks have found each other."""
+    if directory := os.environ.get("MEGAFLOW_POD_DIR"):
+        (Path(directory) / WORLD).touch()
 
 
 if __name__ == "__main__":

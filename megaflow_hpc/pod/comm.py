@@ -57,7 +57,7 @@ class Comm(Protocol):
 
 def world_hint() -> tuple[int, int]:
     """Returns (rank, size) as the launcher's environment gives them, before MPI is initialised; (0, 1) without one."""
-    pairs = (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+    pairs = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_RANK", "SLURM_NTASKS"))
     for rank, size in (*pairs, ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and size in os.environ and ("SLURM" not in rank or "SLURM_STEP_ID" in os.environ):
             return int(os.environ[rank]), int(os.environ[size])
@@ -226,6 +226,17 @@ class MpiComm:
         while self._outgoing and time.monotonic() < end:
             self._sweep()
             time.sleep(0.001)
+
+    def leave(self, seconds: int = 0) -> None:
+        """Ends MPI where a rank that just ends is taken for a lost one, for which the launcher ends all others (PMIx).
+
+        That waits for the other ranks, at most so many seconds if any are given: SIGALRM ends the process then. Under
+        other launchers nothing is done: MPI_Finalize would wait for a rank that is dead.
+        """
+        if "PMIX_NAMESPACE" in os.environ:
+            signal.alarm(seconds)
+            self._mpi.Finalize()
+            signal.alarm(0)
 
     def _sweep(self) -> None:
         self._outgoing = deque(parcel for parcel in self._outgoing if not self._has_left(parcel))

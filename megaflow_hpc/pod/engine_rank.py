@@ -33,8 +33,12 @@ def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
     )
 
 
-def accompany(comm: MpiComm, server: subprocess.Popen[bytes]) -> None:
-    """Runs the loop of such a rank; returns when the pod ends, rank 0 is silent, or the server has ended."""
+def accompany(comm: MpiComm, server: subprocess.Popen[bytes]) -> bool:
+    """Runs the loop of such a rank; returns when the pod ends, rank 0 is silent, or the server has ended.
+
+    Returns:
+        Whether rank 0 is still there.
+    """
     backoff = Backoff()
     heard = beaten = time.monotonic()
     comm.send(0, {"op": "engine", "node": node_name()})
@@ -48,17 +52,17 @@ def accompany(comm: MpiComm, server: subprocess.Popen[bytes]) -> None:
             else:
                 heard = now
                 if received[1] == STOP:
-                    return
+                    return True
             if now - beaten > BEAT_S:
                 comm.send(0, BEAT)
                 beaten = now
             if why := master_lost(comm, now - heard):
                 print(f"engine rank {comm.rank}: {why}; leaving", file=sys.stderr)
-                return
+                return False
             if server.poll() is not None:
                 comm.send(0, {"op": "left", "why": f"its engine server ended with {server.returncode}"})
                 comm.push()
-                return
+                return True
     finally:
         _stop(server)
 

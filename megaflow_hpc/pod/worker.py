@@ -55,8 +55,8 @@ def master_lost(comm: MpiComm, silent_s: float) -> str:
     return f"nothing from rank 0 for {MASTER_LOST_S:.0f} s" if silent_s > MASTER_LOST_S else ""
 
 
-def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
-    """Runs the loop of a worker rank; returns when the pod ends, for whatever reason."""
+def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> bool:
+    """Runs the loop of a worker rank; returns when it has nothing more to do, and whether rank 0 is still there."""
     backoff = Backoff()
     heard = beaten = time.monotonic()
     try:
@@ -69,7 +69,7 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
                     busy = True
                     link.send_parcel(bytes(received[1]))
                 if received[1] == STOP:
-                    return
+                    return True
             parcel = link.receive_parcel()
             if parcel is not None:
                 busy = True
@@ -81,7 +81,7 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
             comm.push()
             if why := master_lost(comm, now - heard):
                 print(f"worker {comm.rank}: {why}; leaving", file=sys.stderr)
-                return
+                return False
             if busy:
                 backoff.reset()
             else:
@@ -90,5 +90,6 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> None:
         print(printable(f"worker {comm.rank}: the runner ended: {error!r}"), file=sys.stderr)
         comm.send(0, {"op": "left", "why": f"its runner process ended ({error})"})
         comm.push()
+        return True
     finally:
         stop_runner(process, link)

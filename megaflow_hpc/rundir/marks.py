@@ -7,12 +7,14 @@
     RUN/ledger/cancelled        the campaign was cancelled, with these consumers; ``resume`` removes it
     RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
     RUN/ledger/unstarted/<pod>  its last start ended before rank 0 had its lease: node, exit status, log and its end
+    RUN/ledger/mpi[@<cluster>]  the type of srun --mpi by which ranks found each other after another had failed
 
 The batch shell of a pod and its rank 0 talk by two files in a directory of their own (``MEGAFLOW_POD_DIR``)::
 
     drain                       the pod shall drain; holds why, one of :data:`WHY_DRAIN`, or nothing
     state                       the pod's last word, one of :data:`LAST_WORDS`
     progress                    this start has stored something: it was not in vain
+    world                       the ranks have found each other: what fails from now on is not the type of srun --mpi
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ WHY_DRAIN = {
 """Words of the drain file, and what they mean; under ``now`` and ``cancelled`` Slurm kills the step soon."""
 STATE = "state"
 PROGRESS = "progress"
+WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
 """All rollouts are stored; blocks were given back; nothing more is started (a limit); another pod took the blocks."""
 ORDERLY = LAST_WORDS[:3]

@@ -27,7 +27,7 @@ case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) ours=yes ;; *) ours=n
 # shellcheck disable=SC2329 # traps call it
 drain() { echo "$1" >"$MEGAFLOW_POD_DIR/.drain" && mv "$MEGAFLOW_POD_DIR/.drain" "$MEGAFLOW_POD_DIR/drain"; }
 trap 'near=yes; if [ -e "$RUN/ledger/leaving/$MEGAFLOW_POD" ]; then drain leaving; else drain walltime; fi' USR2
-trap 'ours=no; if [ -e "$RUN/ledger/cancelled" ]; then drain cancelled; else drain now; fi' TERM
+trap 'ours=no near=yes; if [ -e "$RUN/ledger/cancelled" ]; then drain cancelled; else drain now; fi' TERM
 
 # Of a campaign whose engine servers grow with what waits, one pod's child lets them go; the others' stand by.
 if [ -n "${MEGAFLOW_ELASTIC:-}" ] && [ "$element" = "$MEGAFLOW_POD" ]; then # not at a cluster without servers
@@ -39,15 +39,28 @@ fi
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
 
-# One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task. --export: whatever the
-# job was queued with, the ranks need what stands above.
-srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
-step=$!
-while :; do
-    wait "$step"
-    status=$?
-    kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
+# Which type of srun --mpi this MPI speaks is certain once its ranks have found each other. Of several the next is tried
+# until they do; a later start begins with what worked.
+known="$RUN/ledger/mpi@CLUSTER@"
+case $MEGAFLOW_MPI in *' '*) MEGAFLOW_MPI="$(cat "$known" 2>/dev/null) $MEGAFLOW_MPI" ;; esac
+for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
+    # One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task. --export: whatever the
+    # job was queued with, the ranks need what stands above.
+    srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$MEGAFLOW_PYTHON" -m megaflow_hpc.pod "$RUN" @ENGINES@ &
+    step=$!
+    while :; do
+        wait "$step"
+        status=$?
+        kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
+    done
+    if [ -e "$MEGAFLOW_POD_DIR/world" ]; then
+        [ -z "${tried:-}" ] || { echo "$MEGAFLOW_MPI" >"$known.$MEGAFLOW_POD" && mv "$known.$MEGAFLOW_POD" "$known"; }
+        break
+    fi
+    [ "${near:-no}" = no ] || break
+    tried=yes
+    echo "no world of ranks by srun --mpi=$MEGAFLOW_MPI (srun exit status $status)"
 done
 
 state=$(cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost)

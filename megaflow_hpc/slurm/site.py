@@ -114,19 +114,19 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
 
 
 def mpi_plugin() -> str:
-    """The ``srun --mpi`` type for mpi4py's MPI: ``MEGAFLOW_MPI``, else the first that fits of those offered."""
+    """The ``srun --mpi`` type that is tried first for mpi4py's MPI."""
     return mpi_plugins()[0]
 
 
 @functools.cache
 def mpi_plugins() -> tuple[str, ...]:
-    """Returns the types worth trying, the likeliest first; ``MEGAFLOW_MPI`` alone where it is set.
+    """Returns the types worth trying, the likeliest first: those of ``MEGAFLOW_MPI`` where it is set.
 
     Raises:
         SiteError: srun offers none of those known.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI"):
-        return (chosen,)
+        return tuple(chosen.split())
     done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megaflow_hpc.host import process
 
@@ -26,3 +27,9 @@ def kill(pid: int) -> bool:
 def processes_of(*words: str) -> list[int]:
     """Pids of this host's processes that have each of ``words`` as an argument, ``srun`` apart; lowest first."""
     return sorted(pid for pid, said in processes() if set(words) <= set(said) and "srun" not in said[0])
+
+
+def workers_of(run: Path) -> list[int]:
+    """Pids of a run's worker ranks on this host: those that have a runner for a child."""
+    ranks = processes_of("megaflow_hpc.pod", str(run))
+    return [pid for pid in ranks if Path(f"/proc/{pid}/task/{pid}/children").read_text()]
