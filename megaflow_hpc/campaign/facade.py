@@ -82,7 +82,7 @@ class Campaign:
         plan_module.check_new(run)
         check = self._check_site if slurm else None
         made = plan_module.make(self.config, self.base, self.where, self._text, only, watch=watch, site=check)
-        mpi = " ".join(site.mpi_plugins()) if slurm else "pmi2 pmix"
+        mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         self._made = plan_module.write(made, run, mpi, watch, self._profile)
         return Run(run)
 

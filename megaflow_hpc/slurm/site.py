@@ -137,6 +137,12 @@ def mpi_plugins() -> tuple[str, ...]:
     raise SiteError(f"srun --mpi=list offers none of pmi2, pmix: {sorted(offered)}; name one with MEGAFLOW_MPI")
 
 
+def mpi_attempts() -> str:
+    """Returns the types that a pod tries, with blanks between: the first of each kind (pmix loads pmix_v4)."""
+    first = {plugin.partition("_")[0]: plugin for plugin in reversed(mpi_plugins())}
+    return " ".join(plugin for plugin in mpi_plugins() if plugin in first.values())
+
+
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
     """Returns ``scontrol show config`` by name, of this or the named cluster."""

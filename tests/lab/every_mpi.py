@@ -33,7 +33,15 @@ def campaign(place: Path, ranks: int) -> Path:
     """Writes a campaign of :data:`TASKS` tasks for one pod of so many ranks."""
     for number in range(TASKS):
         write_solved_task(place / "tasks", f"task{number}")
-    pods = {"partition": "cpu", "count": 1, "ranks_per_node": ranks, "slots_per_rank": 2, "mem_gb": 3, "time": 10}
+    pods = {
+        "partition": "cpu",
+        "count": 1,
+        "ranks_per_node": ranks,
+        "cpus_per_rank": 1,
+        "slots_per_rank": 2,
+        "mem_gb": 3,
+        "time": 10,
+    }
     images = {"base": required("MEGAFLOW_TEST_BASE_SIF")}
     file = place / "campaign.yaml"
     content = {"name": "every", "tasks": "tasks/*", "agent": ["oracle", "nop"], "slurm": {"pods": pods}}

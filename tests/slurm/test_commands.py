@@ -290,6 +290,7 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     types = "MPI plugin types are...\n\tnone\n\tpmix\n\tcray_shasta\n"
     prints("srun", said=f"{types}specific pmix plugin versions available: pmix_v4\n")
     assert site.mpi_plugins() == ("pmix", "pmix_v4", "cray_shasta")
+    assert site.mpi_attempts() == "pmix cray_shasta"
 
 
 @pytest.mark.parametrize(
