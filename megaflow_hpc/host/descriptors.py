@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 ENOUGH = 65_536
@@ -13,6 +14,11 @@ def limit() -> int:
     """Returns the number of descriptors that this process may have now."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
+def left() -> int:
+    """Returns the number of descriptors that this process may still have, beside those it has."""
+    return max(0, limit() - len(os.listdir("/proc/self/fd")))
 
 
 def raise_limit() -> int:

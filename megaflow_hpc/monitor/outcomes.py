@@ -13,7 +13,7 @@ from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.rundir.events import RolloutEvent
-from megaflow_hpc.rundir.pods.summary import ENDED_WELL, Summary, digest, found_in, policy_of
+from megaflow_hpc.rundir.pods.summary import ENDED_WELL, Summary, Wanted, policy_of
 from megaflow_hpc.types import without_round
 
 RATE_WINDOW_S = 300.0
@@ -80,8 +80,8 @@ class Outcomes:
         """
         ended, self._ended = self._ended, []
         if self._digests:
-            doubtful = {digest(rollout): rollout for rollout in (*running, *self._kept)}
-            ended += [doubtful[found] for one in self._digests for found in found_in(one, doubtful)]
+            doubtful = Wanted((*running, *self._kept))
+            ended += [rollout for digests in self._digests for rollout in doubtful.among(digests)]
             self._digests = []
         for rollout in ended:
             self._kept.pop(rollout, None)

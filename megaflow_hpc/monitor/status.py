@@ -35,6 +35,8 @@ from megaflow_hpc.rundir.record import read_jobs, read_run
 
 IDLE_S = 60.0
 """A pod that has had nothing to run for this long is shown as idle."""
+ENGINES_S = 10.0
+"""How often the files of more than a few engines are read."""
 LISTED = 10_000
 """Rollouts that ended well and are listed where there are too many to list all."""
 STALE_S = 60.0
@@ -64,6 +66,8 @@ class Monitor:
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
         """Which rollouts run, and where."""
+        self._servers: list[dict[str, Any]] = []
+        self._servers_at = 0.0
         self._finished = False
         self._began = math.inf
         """When the first look was over: what files held until then may be of any age."""
@@ -206,7 +210,7 @@ class Monitor:
             **({"waits_for": waits_for} if idle else {}),
             "rollouts": rollouts,
             "pods": pods,
-            "servers": servers(self.run, self._finished),
+            "servers": self._engines(),
             "unstarted": unstarted,
             **({"training": self._trainings.status(trainers)} if self._trainings else {}),
             "failures": dict(Counter(event.kind for event in failed)),
@@ -217,6 +221,13 @@ class Monitor:
             "rate_per_s": round(rate, 3),
             "eta_s": round(left / rate) if goes_on and left else (0 if not left else None),
         }
+
+    def _engines(self) -> list[dict[str, Any]]:
+        """Many engines, whose files are read one by one, are looked at less often than pods."""
+        now = time.monotonic()
+        if len(self._servers) <= FEW or self._finished or now - self._servers_at >= ENGINES_S:
+            self._servers, self._servers_at = servers(self.run, self._finished), now
+        return [*self._servers]
 
     def _pod(self, pod: PodView, jobs: Collection[str] | None, asked_at: float) -> dict[str, Any]:
         state, silent_s = pod.state, self._silent_s(pod)

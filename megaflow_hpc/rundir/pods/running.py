@@ -85,13 +85,14 @@ class RunningRollouts:
 
     def adopt(self, pod: str, summary: Summary) -> None:
         """Takes in what the first events of a pod amount to."""
-        failures, retries = self.failures.copy(), self.retries + Counter(summary.retries)
+        counted = self.failures, self.retries
+        self.failures, self.retries = Counter(), Counter()
         for event in summary.events:
             self.apply(pod, event)
+        self.failures, self.retries = counted  # the summary's count those of the events that it keeps
+        self.retries.update(summary.retries)
         for cause, nodes in summary.failures.items():
-            for node, count in nodes.items():
-                failures[cause, node] += count
-        self.failures, self.retries = failures, retries  # the summary's count those of the events that it keeps
+            self.failures.update({(cause, node): count for node, count in nodes.items()})
         for ended in summary.ended_badly:
             self._stored_at[ended.id] = max(ended.t, self._stored_at.get(ended.id, 0.0))
             if ended.began is not None:

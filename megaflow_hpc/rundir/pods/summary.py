@@ -15,8 +15,9 @@ version or covers more than the event file has, the events are read from the fir
 from __future__ import annotations
 
 import hashlib
+import sys
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,16 @@ class EndedBadly(msgspec.Struct, array_like=True):
 
     def to_event(self) -> RolloutEvent:
         """Returns its event as far as it was kept."""
-        kept = {name: getattr(self, name) for name in ("id", "status", "kind", "error", "seconds", "turns", "inexact")}
-        return RolloutEvent(t=self.t, **kept)
+        return RolloutEvent(
+            t=self.t,
+            id=self.id,
+            status=self.status,
+            kind=self.kind,
+            error=self.error,
+            seconds=self.seconds,
+            turns=self.turns,
+            inexact=self.inexact,
+        )
 
 
 class Summary(Event, tag="summary"):
@@ -84,12 +93,20 @@ def digest(rollout: str) -> bytes:
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
-def found_in(digests: bytes, wanted: Collection[bytes]) -> Iterator[bytes]:
-    """Yields those of ``wanted`` that are among ``digests``."""
-    if wanted:
-        there = memoryview(digests).cast("Q")
-        for number in {int.from_bytes(one, "little") for one in wanted}.intersection(there):
-            yield number.to_bytes(DIGEST, "little")
+class Wanted:
+    """Rollouts that are looked for among the digests of many pods."""
+
+    def __init__(self, rollouts: Iterable[str]) -> None:
+        self._ids = {_number(digest(rollout)): rollout for rollout in rollouts}
+        self._numbers = frozenset(self._ids)
+
+    def among(self, digests: bytes) -> list[str]:
+        """Returns those whose digests are there."""
+        return [self._ids[number] for number in self._numbers.intersection(memoryview(digests).cast("Q"))]
+
+
+def _number(one: bytes) -> int:
+    return int.from_bytes(one, sys.byteorder)
 
 
 def policy_of(rollout: str) -> str:

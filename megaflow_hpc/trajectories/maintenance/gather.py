@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host import descriptors
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
@@ -46,7 +47,7 @@ _SHARD_BYTES = 16 << 20
 _RUN_ROWS = 16
 """From this number of rows side by side on, columns are copied by themselves: in compressed form, if possible."""
 MOST_OPEN = 512
-"""Shards that are open at a time, with a descriptor each."""
+"""Shards that are open at a time, with a descriptor each, and half of the descriptors that are left at most."""
 _HELD_BYTES = 1 << 30
 """Memory of their small columns from which no further one is opened."""
 _CACHE_BYTES = 160 << 20
@@ -166,6 +167,7 @@ class _Shards:
         """By journal; ``None`` for those that are not read."""
         self._left = Counter(entry.journal for entry in found.winners if found.in_shard(entry))
         """Rows of each that are still to be copied."""
+        self._most_open = min(MOST_OPEN, descriptors.left() // 2)
         self._held = self._open = self._waiting = 0
 
     def __enter__(self) -> _Shards:
@@ -184,7 +186,7 @@ class _Shards:
         return self._parts[entry.journal]
 
     def _opened(self, journal: str) -> Part | None:
-        if self._open >= MOST_OPEN or self._held >= _HELD_BYTES:
+        if self._open >= self._most_open or self._held >= _HELD_BYTES:
             return None
         file = open_shard(self._run, self._run.journal / journal)
         if file is None:  # removed meanwhile

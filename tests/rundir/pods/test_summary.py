@@ -61,7 +61,6 @@ def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
     badly = [event for event in monitor.rollouts.values() if event.status in ("failed", "cancelled")]
     return {
         **told,
-        "rate": round(status["rate_per_s"], 1),
         "places": places,
         "at_work": sorted(monitor.at_work()),
         "stored": monitor.stored,
@@ -81,12 +80,13 @@ def cut(events: Path, draw: random.Random) -> int:
 def test_a_status_is_the_same_with_summaries_wherever_they_end(run: RunDir, seed: int) -> None:
     draw = random.Random(seed)
     History(seed, pods=6, steps=300, now=time.time()).write(run.events)
-    without = said(run)
+    without, rate = said(run), Monitor(run).status()["rate_per_s"]
     assert sum(without["rollouts"][state] for state in ("completed", "truncated", "failed")) > 50
     assert said(run, listed=True) == without
     for events in sorted(run.events.glob("*.jsonl")):
         condense(events, cut(events, draw))
     assert said(run) == without
+    assert Monitor(run).status()["rate_per_s"] == pytest.approx(rate, rel=0.5)  # the looks are some time apart
     for events in sorted(run.events.glob("*.jsonl")):
         whole = condense(events, cut(events, draw))
         damaged = draw.choice(
@@ -202,9 +202,7 @@ def test_a_pod_that_is_killed_at_any_instant_leaves_what_reads_right(run: RunDir
     assert used == 4
     for path in run.events.glob("*.summary"):
         path.unlink()
-    without = said(run)
-    assert with_them.pop("rate") == pytest.approx(without.pop("rate"), rel=0.2)  # they ended within the last second
-    assert with_them == without
+    assert with_them == said(run)
 
 
 def test_a_successor_hears_of_failures_that_only_a_summary_covers(run: RunDir) -> None:
