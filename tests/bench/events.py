@@ -1,8 +1,9 @@
 """What a day's events take, and a first look at them: 1,000 pods, 100,000 slots, in simulated time.
 
-``python -m tests.bench.events [--pods 1000] [--slots 100000] [--hours 24] [--seconds 900]`` writes what so many pods
-write, line by line as their writer encodes it, and their summaries as often as they do; then it takes a first look at
-the run in a process of its own, with summaries and without them, and prints bytes and times.
+``python -m tests.bench.events [--pods 1000] [--slots 100000] [--hours 24] [--seconds 900]`` writes what some pods
+write, line by line as their writer encodes it, and their summaries as often as they do, and copies them for the others
+under other ids; then it takes a first look at the run in a process of its own, with summaries and without them, and
+prints bytes and times.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 from megaflow_hpc.ledger import Ledger
@@ -85,9 +87,20 @@ def write_pod(run: RunDir, number: int, slots: int, hours: float, seconds: float
     return stored, renames
 
 
+def copy_pod(run: RunDir, number: int, other: int) -> None:
+    """Writes for one pod what another wrote, of rollouts of its own."""
+    path, copy = (run.event_file(f"900_{n}", "0") for n in (number, other))
+    ours, theirs = (f"django-{n:04d}".encode() for n in (number, other))
+    copy.write_bytes(path.read_bytes().replace(ours, theirs))
+    if summary.path_of(path).exists():
+        body = summary.path_of(path).read_bytes()[4:].replace(ours, theirs)
+        summary.path_of(copy).write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, default=1000)
+    parser.add_argument("--written", type=int, default=40, help="pods whose events are written line by line")
     parser.add_argument("--slots", type=int, default=100_000, help="of all pods")
     parser.add_argument("--hours", type=float, default=24)
     parser.add_argument("--seconds", type=float, default=900, help="of a rollout in the mean")
@@ -98,8 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
         Ledger(run).create()
         write_run(run, RunRecord(campaign={"name": "x"}, total=10**8))
         ends_at, slots = time.time(), given.slots // given.pods
-        pods = [write_pod(run, n, slots, given.hours, given.seconds, ends_at) for n in range(given.pods)]
-        stored, renames = (sum(column) for column in zip(*pods, strict=True))
+        written = min(given.pods, given.written)
+        pods = [write_pod(run, n, slots, given.hours, given.seconds, ends_at) for n in range(written)]
+        stored, renames = (sum(column) * given.pods // written for column in zip(*pods, strict=True))
+        for number in range(written, given.pods):
+            copy_pod(run, number % written, number)
         size = sum(path.stat().st_size for path in run.events.glob("*.jsonl"))
         condensed = [path.stat().st_size for path in run.events.glob("*.summary")]
         print(

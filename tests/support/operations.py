@@ -1,7 +1,8 @@
-"""What this process asks of a file system, counted: opens, listings, links and renames below a directory."""
+"""What this process asks of a file system, counted: opens, listings, links, renames, removals and looks (stat)."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -9,28 +10,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-AUDITED = {"open": "opens", "os.listdir": "lists", "os.scandir": "lists", "os.link": "links", "os.rename": "renames"}
+AUDITED = {
+    "open": "opens",
+    "os.listdir": "lists",
+    "os.scandir": "lists",
+    "os.link": "links",
+    "os.rename": "renames",
+}
+SELDOM = {"os.remove": "removes", "os.mkdir": "makes"}
 
 _counted: Counter[str] = Counter()
 _watched: list[str] = []
+_kinds = AUDITED
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _watched and event in AUDITED and str(arguments[0]).startswith(_watched[0]):
-        _counted[AUDITED[event]] += 1
+    if _watched and event in _kinds and str(arguments[0]).startswith(_watched[0]):
+        _counted[_kinds[event]] += 1
 
 
 @contextmanager
-def counted(root: Path) -> Iterator[Counter[str]]:
-    """Counts the operations of this process below a directory."""
+def counted(root: Path, whole: bool = False) -> Iterator[Counter[str]]:
+    """Counts the operations of this process below a directory.
+
+    Args:
+        whole: Removals, new directories and looks at one file (stat) too.
+    """
+    global _kinds
     if not getattr(counted, "hooked", False):
         sys.addaudithook(_audit)
         counted.hooked = True  # type: ignore[attr-defined]
+    _kinds = {**AUDITED, **SELDOM} if whole else AUDITED
     _counted.clear()
     _watched[:] = [str(root)]
     found: Counter[str] = Counter()
+    stat = os.stat
+
+    def looked(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if not isinstance(path, int) and str(path).startswith(_watched[0]):
+            _counted["looks"] += 1
+        return stat(path, *arguments, **named)
+
+    if whole:
+        os.stat = looked  # no audit event tells of it
     try:
         yield found
     finally:
+        os.stat = stat
         _watched.clear()
         found.update(_counted)
+
+
+def so_far() -> int:
+    """Returns how many operations the count that is open has come to."""
+    return _counted.total()
