@@ -198,7 +198,7 @@ class Lab:
         """A Slurm command against this lab: status and what it printed."""
         try:
             done = subprocess.run(
-                [program(words[0]), *words[1:]],
+                [*self.within("slurmctld"), program(words[0]), *words[1:]],
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -212,6 +212,20 @@ class Lab:
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ")}
         return {**kept, "SLURM_CONF": str(self.conf)}
+
+    # --- places: all on this host; a lab of several (tests/lab/hosts.py) says otherwise -------------------------------
+
+    def place(self, name: str) -> tuple[str, str]:
+        """Name and address of the host on which a node or daemon is, as the others reach it."""
+        return socket.gethostname().split(".")[0], "127.0.0.1"
+
+    def within(self, name: str) -> list[str]:
+        """What a command that shall run on the host of a node or daemon begins with."""
+        return []
+
+    def reached(self, name: str) -> bool:
+        """Whether a node or daemon takes connections."""
+        return answers(self.state["ports"][name])
 
     @property
     def passable(self) -> int:
@@ -281,7 +295,7 @@ class Lab:
         return None if usr == Path("/usr") else usr
 
     def slurm_conf(self) -> str:
-        ports, host = self.state["ports"], socket.gethostname().split(".")[0]
+        ports, (controller, controller_address) = self.state["ports"], self.place("slurmctld")
         theirs, plugins = next((self.prefix() or Path("/usr")).glob("lib/*/slurm-wlm"), None), ""
         if theirs and self.make_pmix_plugin(theirs):
             plugins = f"PluginDir={self.dir}/plugins:{theirs}\n"
@@ -290,10 +304,11 @@ class Lab:
         nodes = ""
         for node in NODES:
             size = f"RealMemory=8000 Gres=gpu:{GPUS}" if node in GPU_NODES else "RealMemory=4000"
-            nodes += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node]} CPUs=8 {size}\n"
+            host, address = self.place(node)
+            nodes += f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={ports[node]} CPUs=8 {size}\n"
         return f"""# Written by launchers/lab; a change here is lost when the lab starts from nothing.
 ClusterName={self.cluster}
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={controller}({controller_address})
 SlurmUser={USER}
 SlurmdUser={USER}
 SlurmctldPort={ports["slurmctld"]}
@@ -329,7 +344,7 @@ SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
+AccountingStorageHost={self.place("slurmdbd")[1]}
 AccountingStoragePort={(self.other or self).state["ports"]["slurmdbd"]}
 # What the page calls a password is, under munge, the socket.
 AccountingStoragePass={self.munge}
@@ -379,7 +394,7 @@ PartitionName=preempt Nodes={",".join(CPU_NODES)} PriorityTier=1 PreemptMode=REQ
         return f"""AuthType=auth/munge
 AuthInfo=socket={self.sockets}/munge
 DbdHost=localhost
-DbdAddr=127.0.0.1
+DbdAddr={self.place("slurmdbd")[1]}
 DbdPort={ports["slurmdbd"]}
 SlurmUser={USER}
 LogFile={self.dir}/logs/slurmdbd.log
@@ -432,7 +447,7 @@ StorageLoc=slurm_acct_db
             environment["PMIX_HOSTNAME"] = name.partition("-")[2]
         with open(self.dir / "logs" / f"{name}.out", "ab") as output:
             process = subprocess.Popen(
-                self.command_line(name),
+                [*self.within(name.removeprefix("slurmd-")), *self.command_line(name)],
                 env=environment,
                 cwd=self.dir,
                 stdin=subprocess.DEVNULL,
@@ -451,10 +466,10 @@ StorageLoc=slurm_acct_db
         if name == "munged":
             return self.munge.is_socket() and self.munge_answers()
         if name in ("mariadbd", "slurmdbd"):
-            return answers(self.state["ports"][name])
+            return self.reached(name)
         if name == "slurmctld":
             return self.command("scontrol", "ping")[1].find("is UP") >= 0
-        return answers(self.state["ports"][name.partition("-")[2]])
+        return self.reached(name.partition("-")[2])
 
     def munge_answers(self) -> bool:
         return self.command("munge", "-n", "-S", str(self.munge))[0] == 0

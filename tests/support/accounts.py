@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 GROUP = "mflab"
-COMMENT = "throwaway account of tests/lab/two_users.py"
+COMMENT = "throwaway account of tests/lab"
 
 INTRUDER = """
 import json, os, socket, ssl, sys
@@ -73,6 +73,8 @@ class Account:
 
     def __init__(self, name: str, lab: Path, shared: bool) -> None:
         self.name = name
+        self.within: list[str] = []
+        """What a command begins with that shall run on another host."""
         try:
             if pwd.getpwnam(name).pw_gecos != COMMENT:
                 raise SystemExit(f"error: there is a user {name} that this command did not make")
@@ -90,7 +92,7 @@ class Account:
 
     def start(self, *words: object, **how: Any) -> subprocess.Popen[str]:
         shown = [f"{name}={value}" for name, value in self.environment.items()]
-        command = ["runuser", "-u", self.name, "--", "env", "-i", *shown, *map(str, words)]
+        command = [*self.within, "runuser", "-u", self.name, "--", "env", "-i", *shown, *map(str, words)]
         how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
         return subprocess.Popen(command, cwd=self.home, text=True, **how)
 
