@@ -225,6 +225,12 @@ def test_a_runner_comes_without_the_libraries_of_files() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
+def test_a_worker_rank_comes_without_what_rank_0_and_the_runner_need() -> None:
+    """It moves parcels and watches; the models of a campaign file would be most of its start and of its memory."""
+    code = "import sys, megaflow_hpc.pod.__main__; print({'pydantic', 'aiohttp', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
 def test_import_is_light() -> None:
     """Of what others build on, and of ``list``, which is half done when these are read."""
     code = (

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.mpi import mpi_library, mpi_order
-from megaflow_hpc.pod.comm import ChildComm, MpiComm, world_hint
+from megaflow_hpc.pod.comm import ChildComm, Comm, MpiComm, world_hint
 from megaflow_hpc.pod.engine_rank import accompany, start_server
-from megaflow_hpc.pod.master.assembly import lead
 from megaflow_hpc.pod.worker import serve, start_runner, stop_runner
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import ORDERLY, WORLD
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def _alone(run: RunDir) -> int:
     _say_found()
     runner = start_runner()
-    state = lead(run, ChildComm(runner[1]))
+    state = _lead(run, ChildComm(runner[1]))
     stop_runner(*runner)
     return 0 if state in ORDERLY else 1
 
@@ -80,7 +79,7 @@ def _rank(run: RunDir, rank: int, size: int) -> int:
             comm.leave()  # however long rank 0 goes on: when it ends otherwise, so do we
         return 0
     _say_found()
-    state = lead(run, comm)
+    state = _lead(run, comm)
     comm.flush(5.0)
     comm.leave(LEAVE_S)
     return 0 if state in ORDERLY else 1
@@ -90,6 +89,13 @@ def _say_found() -> None:
     """Tells the batch shell that the ranks have found each other."""
     if directory := os.environ.get("MEGAFLOW_POD_DIR"):
         (Path(directory) / WORLD).touch()
+
+
+def _lead(run: RunDir, comm: Comm) -> str:
+    # Imported by rank 0 alone: the models of a campaign file would be most of what another rank takes to start.
+    from megaflow_hpc.pod.master.assembly import lead
+
+    return lead(run, comm)
 
 
 if __name__ == "__main__":
