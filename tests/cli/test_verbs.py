@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.campaign.run import Run
-from megaflow_hpc.cli import build_parser, main
+from megaflow_hpc.cli import GROUPS, build_parser, main
+from megaflow_hpc.cli.parser import verbs_of
 
 NO_RUN = "make one with: megaflow-hpc plan CAMPAIGN"
 NO_CAMPAIGN = "correct the path"
@@ -96,6 +99,23 @@ def call(words: str) -> int:
 
 def test_the_table_has_every_verb() -> None:
     assert set(WRONG) == PARSERS.keys() - NO_JSON
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_adds_the_verbs_by_which_it_is_found(group: str) -> None:
+    parser = build_parser([GROUPS[group][0]])
+    assert tuple(verbs_of(parser)) == (
+        tuple(verbs_of(build_parser())) if group in ("completion", "help") else GROUPS[group]
+    )
+
+
+def test_a_verb_is_carried_out_without_the_modules_of_others() -> None:
+    code = "import sys; from megaflow_hpc.cli import main; main(['--json', 'du', '/gone']); print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "megaflow_hpc.cli.files.store" in modules
+    assert [
+        name for name in modules if name.startswith(("megaflow_hpc.cli.making", "megaflow_hpc.bench", "rich"))
+    ] == []
 
 
 @pytest.mark.parametrize("verb", sorted(PARSERS))
