@@ -231,6 +231,11 @@ def test_a_worker_rank_comes_without_what_rank_0_and_the_runner_need() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
+def test_rank_0_comes_without_the_libraries_of_files() -> None:
+    code = "import sys, megaflow_hpc.pod.master.assembly; print({'h5py', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
 def test_import_is_light() -> None:
     """Of what others build on, and of ``list``, which is half done when these are read."""
     code = (

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
@@ -28,7 +26,7 @@ MOST_REWARDS = 1000
 VERIFIED = STATUSES[:2]
 """Statuses of a trajectory that may have a reward."""
 
-_RANGES = {"int32": 2**31, "int64": 2**63, "float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
+_RANGES = {"int32": 2**31, "int64": 2**63, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
 _DTYPES = {
     group: {
         column.name: column.dtype
@@ -195,6 +193,8 @@ def _sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has columns of {lengths} tokens")
     if not lengths[0]:
         return
+    import numpy as np  # rank 0 reads journals of others only where there are any
+
     tokens, mask = np.frombuffer(sequence.tokens, np.int32), np.frombuffer(sequence.loss_mask, np.uint8)
     sampled = mask == 1
     known = ~np.isnan(np.frombuffer(sequence.logprobs, np.float32))
