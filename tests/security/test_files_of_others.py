@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gzip
 import json
 import math
@@ -38,6 +39,7 @@ from megaflow_hpc.types import Artifact
 from tests.support.harbor_tasks import TOML, write_task
 from tests.support.journals import digests
 from tests.support.samples import commit, run_dir, trajectory
+from tests.support.warm import WarmPython
 
 
 @pytest.fixture
@@ -341,11 +343,19 @@ print("STATUSES", json.dumps(statuses))
 """
 
 
+@functools.cache
+def unlimited() -> WarmPython:
+    """A Python with what verbs read files by; they take a tenth of a second to import it, and each test has a few."""
+    names = ("cli.bench", "cli.doctor", "cli.campaigns.start", "cli.making.images", "campaign.plan", "campaign.facade")
+    names += ("cli.files.store", "trajectories.exports.import_jsonl", "trajectories.exports.jsonl")
+    names += tuple(f"trajectories.maintenance.{name}" for name in ("anonymise", "checksums", "compact", "validate"))
+    modules = ["h5py", *(f"megaflow_hpc.{name}" for name in names)]
+    return WarmPython(*modules, variables={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
+
+
 def limited(*verbs: list[str], cpu_s: int = 600) -> list[int]:
     """The exit statuses of verbs in a process with an address space of a gigabyte; a traceback is none."""
-    command = [sys.executable, "-c", LIMITED, json.dumps(verbs, default=str), str(cpu_s)]
-    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
+    done = unlimited().run(LIMITED, json.dumps(verbs, default=str), str(cpu_s))
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[int] = json.loads(done.stdout.rpartition("STATUSES")[2])
     return found

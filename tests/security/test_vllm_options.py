@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,13 @@ from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS
 from tests.support.poison import GOOD, POISON, TOOL
 from tests.support.serving import Servers, in_loop, only_the_proxy_is_reached
+from tests.support.warm import WarmPython
 
-IMPORTED = """
-import json, os, sys, traceback
-import vllm.entrypoints.openai.chat_completion.protocol, vllm.entrypoints.openai.completion.protocol
-import vllm.multimodal.media.connector
-for line in sys.stdin:
-    program, arguments, variables, output = json.loads(line)
-    if not (child := os.fork()):
-        try:
-            os.environ.update(variables)
-            sys.argv[1:] = arguments
-            sys.stdout = open(output, "w")
-            exec(program, {})
-            sys.stdout.close()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+MODULES = (
+    "vllm.entrypoints.openai.chat_completion.protocol",
+    "vllm.entrypoints.openai.completion.protocol",
+    "vllm.multimodal.media.connector",
+)
 FIELDS = """
 import json
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -58,23 +44,10 @@ asyncio.run(fetch())
 
 
 @pytest.fixture(scope="module")
-def vllm_runs(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Runs programs, each in a process of its own, by one interpreter that has imported vLLM: that takes 8 s of CPU."""
-    output = tmp_path_factory.mktemp("output") / "output"
-    command = [interpreter, "-c", IMPORTED]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as imported:
-        assert imported.stdin
-        assert imported.stdout
-
-        def run(program: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-            imported.stdin.write(json.dumps([program, arguments, dict(env or {}), str(output)]) + "\n")
-            imported.stdin.flush()
-            said = next((line for line in imported.stdout if line.startswith("status ")), "ended")
-            assert said == "status 0\n"
-            return output.read_text()
-
-        yield run
-        imported.stdin.close()
+def with_vllm(interpreter: str) -> Iterator[WarmPython]:
+    """The engine's Python, which takes 8 s of CPU to import vLLM."""
+    with WarmPython(*MODULES, python=interpreter) as python:
+        yield python
 
 
 def started(media_domains: list[str], tmp_path: Path, interpreter: str) -> tuple[str, dict[str, str]]:
@@ -87,9 +60,11 @@ def started(media_domains: list[str], tmp_path: Path, interpreter: str) -> tuple
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_every_field_of_the_installed_vllms_requests_has_its_place(vllm_runs: Callable[..., str]) -> None:
+def test_every_field_of_the_installed_vllms_requests_has_its_place(with_vllm: WarmPython) -> None:
     """A field of a new version is left out until somebody has looked at it; here is who notices."""
-    chat, plain = json.loads(vllm_runs(FIELDS).splitlines()[-1])
+    done = with_vllm.run(FIELDS)
+    assert done.returncode == 0, done.stderr
+    chat, plain = json.loads(done.stdout.splitlines()[-1])
     assert set(chat) - CHAT.keys() == set()
     assert set(plain) - COMPLETIONS.keys() == set()
 
@@ -122,7 +97,7 @@ def neighbour() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("hosts", "asked"), [([], []), (["127.0.0.1"], ["/direct", "/redirect"])])
 def test_vllm_itself_fetches_from_hosts_of_the_campaign_alone_and_follows_nothing(
     interpreter: str,
-    vllm_runs: Callable[..., str],
+    with_vllm: WarmPython,
     tmp_path: Path,
     neighbour: tuple[str, list[str]],
     hosts: list[str],
@@ -130,10 +105,12 @@ def test_vllm_itself_fetches_from_hosts_of_the_campaign_alone_and_follows_nothin
 ) -> None:
     url, seen = neighbour
     domains, env = started(hosts, tmp_path, interpreter)
-    said = vllm_runs(FETCH, domains, f"{url}/direct", f"{url}/redirect", "file:///etc/passwd", env=env)
-    assert "fetched" not in said
-    assert seen == asked, said
-    assert said.count("allowed domains") == (0 if hosts else 2)
+    urls = [f"{url}/direct", f"{url}/redirect", "file:///etc/passwd"]
+    done = with_vllm.run(FETCH, domains, *urls, variables=env)
+    assert done.returncode == 0, done.stderr
+    assert "fetched" not in done.stdout
+    assert seen == asked, done.stdout
+    assert done.stdout.count("allowed domains") == (0 if hosts else 2)
 
 
 ALLOWED: dict[str, Any] = {
