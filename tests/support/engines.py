@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from pathlib import Path
@@ -22,7 +23,12 @@ def interpreter() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory with random weights; making it takes an import of torch, so it is made once."""
-    model = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([interpreter, TINY_MODEL, str(model)], check=True, timeout=300)
-    return model
+    """A model directory with random weights; making it takes an import of torch, so all workers share one."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "tiny.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "tiny").exists():
+            subprocess.run([interpreter, TINY_MODEL, str(folder / "tiny")], check=True, timeout=300)
+    return folder / "tiny"
