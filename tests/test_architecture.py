@@ -67,7 +67,7 @@ DOORS: dict[str, str] = {
     "agents": "tasks environments/sandbox",
     # Trajectories are read without anything that made them; a trainer reads trajectories.
     "trajectories": "trajectories/journal trajectories/reading trajectories/maintenance",
-    "trajectories/hdf5": "rundir",
+    "trajectories/hdf5": "rundir ledger",
     "trajectories/journal": "trajectories/hdf5 rundir ledger",
     "trajectories/reading": "trajectories/hdf5 trajectories/journal rundir ledger",
     "trajectories/maintenance": "trajectories/hdf5 trajectories/journal trajectories/reading rundir ledger",
@@ -94,8 +94,8 @@ DOORS: dict[str, str] = {
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",
-    "cli/runs": "cli cli/view campaign config environments monitor pod/rollout report report/charts rundir tasks "
-    "trajectories trajectories/reading",
+    "cli/runs": "cli cli/view campaign config environments ledger monitor pod/rollout report report/charts rundir "
+    "tasks trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
     "cli/making": "cli campaign config tasks tasks/harbor tasks/releases tasks/swebench agents "

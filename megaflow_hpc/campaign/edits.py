@@ -7,6 +7,7 @@ import hashlib
 from megaflow_hpc.campaign.overview import stored
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task
@@ -29,7 +30,7 @@ class Edits:
         """Returns the ids of tasks whose files were edited; looks at every file, for whoever goes on with the run."""
         from megaflow_hpc.tasks.digests import changed
 
-        return changed([Task.from_dict(task) for task in self._planned.tasks.values()])
+        return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
 
     def warnings(self) -> list[str]:
         """Returns a sentence on each edit that has no effect."""

@@ -1,6 +1,7 @@
 """From a campaign file to a run directory: tasks read, images resolved, rollouts cut into blocks.
 
-Everything a pod needs stands in ``run.json``, so that a run means the same after the campaign file was edited.
+Everything a pod needs stands in ``run.json`` and the file of tasks, so that a run means the same after the campaign
+file was edited.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +30,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
+from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.resources import resource
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, write_run
 from megaflow_hpc.tasks.digests import fixed
+from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.types import Rollout, Task
 from megaflow_hpc.version import __version__
 
@@ -215,9 +218,8 @@ def _fill(plan: Plan, run: RunDir, mpi: str, profile: Profile | None) -> None:
                 name: msgspec.convert(policy.model_dump(mode="json"), PolicyRecord)
                 for name, policy in plan.policies.items()
             },
-            tasks={task.id: task.to_dict() for task in plan.tasks},
+            packed=write_tasks(run, _planned_tasks(plan)) if plan.tasks else None,
             held_out=list(plan.held_out),
-            images=plan.images,
             servers=plan.servers,
             server_groups=plan.server_groups,
             pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
@@ -225,6 +227,14 @@ def _fill(plan: Plan, run: RunDir, mpi: str, profile: Profile | None) -> None:
             learned=[list(row) for row in earlier.learned(plan.rollouts)] if earlier else [],
         ),
     )
+
+
+def _planned_tasks(plan: Plan) -> Iterator[PlannedTask]:
+    alike = Counter(task.image for task in plan.tasks)
+    for task in plan.tasks:
+        wanted = {task.image, *(request.name for request in format_of(task).images(task))}
+        images = {name: plan.images[name] for name in sorted(wanted) if name in plan.images}
+        yield PlannedTask(task.to_dict(), images, alike[task.image])
 
 
 def write_scripts(run: RunDir) -> None:

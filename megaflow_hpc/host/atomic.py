@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 SHARED = stat.S_ISGID | stat.S_IRGRP
 """Bits that tell a directory which its group shares."""
@@ -41,7 +43,15 @@ def write_atomic(
     Raises:
         FileExistsError: ``exclusive``, and something is.
     """
-    raw = data.encode() if isinstance(data, str) else data
+    with new_file(path, mode, exclusive, temporary) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def new_file(
+    path: Path, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
+) -> Iterator[BinaryIO]:
+    """Opens a file that is published when the block ends, and removed if it raises; see :func:`write_atomic`."""
     mode = file_mode(path.parent) if mode is None else mode
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -49,7 +59,7 @@ def write_atomic(
         with os.fdopen(descriptor, "wb") as file:
             if mode != 0o600:
                 os.fchmod(descriptor, mode)
-            file.write(raw)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if exclusive:

@@ -4,7 +4,8 @@
 
     RUN/
       campaign.yaml       what the user wrote (a copy)
-      run.json            format, package version, resolved campaign, its tasks and images
+      run.json            format, package version, resolved campaign
+      tasks.jsonl         its tasks and their images, a line for each; tasks.index: where each line lies
       env.sh              what every job sources first
       code/               modules of the campaign's own agents, as they were when it was planned
       sbatch/             scripts to submit by hand
@@ -46,6 +47,8 @@ class RunDir:
         self.path = Path(path).absolute()
         self.campaign_yaml = self.path / "campaign.yaml"
         self.run_json = self.path / "run.json"
+        self.packed_tasks = self.path / "tasks.jsonl"
+        self.tasks_index = self.path / "tasks.index"
         self.env_sh = self.path / "env.sh"
         self.code = self.path / "code"
         self.sbatch = self.path / "sbatch"

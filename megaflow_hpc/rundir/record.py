@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig
 
 FORMAT = "megaflow-hpc/run"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: tasks are in a file of their own; 1 is read as well."""
 
 T = TypeVar("T")
 
@@ -96,6 +97,13 @@ class JobRecord(msgspec.Struct):
     """Seconds UTC; 0 in runs of earlier versions."""
 
 
+class PackedTasks(msgspec.Struct, frozen=True):
+    """What ``run.json`` says of the file that holds the tasks (:mod:`megaflow_hpc.ledger.tasks`)."""
+
+    count: int
+    bytes: int
+
+
 class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """What ``run.json`` holds."""
 
@@ -118,11 +126,13 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """The campaign file's directory, where its own agents are looked for after ``RUN/code``; empty if it has none."""
     policies: dict[str, PolicyRecord] = {}
     tasks: dict[str, dict[str, Any]] = {}
-    """Tasks by id, as :meth:`megaflow_hpc.types.Task.to_dict` gives them."""
+    """Tasks by id in a run of earlier versions; :func:`~megaflow_hpc.ledger.tasks.planned_tasks` gives those of any."""
+    packed: PackedTasks | None = None
+    """The file of tasks; ``None`` where they are here, or there are none."""
     held_out: list[str] = []
     """Tasks that are evaluated on while the campaign trains, and never trained on."""
     images: dict[str, str] = {}
-    """Image name in the tasks → SIF file or directory."""
+    """Image name in the tasks → SIF file or directory, in a run of earlier versions."""
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
@@ -208,7 +218,7 @@ def _read(run: RunDir, kind: type[T]) -> T:
     except OSError as error:
         raise _damaged(run, error) from error
     try:
-        header = _decode(data, _Header)
+        header = decode(data, _Header)
     except ValueError as error:
         raise _damaged(run, error) from error
     if header.format != FORMAT or header.format_version > FORMAT_VERSION:
@@ -217,13 +227,13 @@ def _read(run: RunDir, kind: type[T]) -> T:
             f"{FORMAT_VERSION}; use a newer megaflow-hpc"
         )
     try:
-        return _decode(data, kind)
+        return decode(data, kind)
     except ValueError as error:
         raise _damaged(run, error) from error
 
 
-def _decode(data: bytes, kind: type[T]) -> T:
-    """Raises :class:`ValueError`."""
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decodes JSON that Python has written. Raises :class:`ValueError`."""
     try:
         try:
             return msgspec.json.decode(data, type=kind)

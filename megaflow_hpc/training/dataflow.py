@@ -34,6 +34,7 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.ledger import OpenLease
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
@@ -118,7 +119,7 @@ class Dataflow:
 
     def _tasks(self) -> list[str]:
         include = self.record.policies[self.policy].include if self.policy in self.record.policies else []
-        tasks = [task for task in self.record.tasks if task not in self._held_out]
+        tasks = [task for task in planned_tasks(self.run, self.record) if task not in self._held_out]
         return [task for task in tasks if not include or any(fnmatch.fnmatchcase(task, p) for p in include)]
 
     # --- from the beginning, or from where it was left ---

@@ -26,6 +26,7 @@ from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
+from tests.support.ledgers import AnyTasks
 
 GROUP = 16
 """Rollouts of a commit."""
@@ -73,7 +74,7 @@ def take_over(run: RunDir, name: str, pods: int) -> tuple[float, int, float, int
         longest, last = max(longest, time.monotonic() - last), time.monotonic()
 
     ledger.register()
-    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file(name, "0")), StoredRollouts(run, renew))
+    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file(name, "0")), StoredRollouts(run, renew), AnyTasks())
     began, read, claimed, left = time.monotonic(), bytes_read(), 0, 0
     last = began
     while block := blocks.claim():

@@ -11,6 +11,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.ledger import OpenLease, add_blocks
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.types import Rollout
 from tests.support.campaigns import Make, cli, rows, stored
@@ -90,7 +91,7 @@ def test_a_campaign_that_trains_is_planned_without_rollouts_and_waits_for_its_tr
 ) -> None:
     monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")  # its model is an empty directory
     run = Campaign.from_yaml(trained(make_campaign, tmp_path)).plan(launcher="local")
-    assert sorted(run.record.tasks) == ["task0", "task1"]
+    assert sorted(planned_tasks(run.dir, run.record)) == ["task0", "task1"]
     assert run.record.policies["default"].samples == 8
     status = run.status()
     assert (status["state"], status["waits_for"], status["rollouts"]["total"]) == ("planned", ["default"], 0)

@@ -67,12 +67,13 @@ FULL = """
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.trajectories.journal.frames import pack_record
     from megaflow_hpc.trajectories.journal.writer import JournalWriter
+    from tests.support.ledgers import AnyTasks
 
     run = RunDir(sys.argv[1])
     ledger = Ledger(run, PodIdentity("a", "0"))
     ledger.register()
     events = EventWriter(run.event_file("a", "0"))
-    blocks = ClaimedBlocks(run, ledger, events, StoredRollouts(run))
+    blocks = ClaimedBlocks(run, ledger, events, StoredRollouts(run), AnyTasks())
     journal = JournalWriter(run.journal_file("a", "0"))
     io = RunIo(RunIoThread(run, journal, ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})))
     durable = []

@@ -25,7 +25,7 @@ from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
-from tests.support.ledgers import rollouts
+from tests.support.ledgers import AnyTasks, rollouts
 from tests.support.waiting import until
 
 
@@ -36,7 +36,7 @@ class Pod:
         self.ledger = Ledger(run, PodIdentity(name, "0"))
         self.ledger.register()
         events = EventWriter(run.event_file(name, "0"))
-        self.blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), ahead)
+        self.blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), AnyTasks(), ahead)
         journal, budget = JournalWriter(run.journal_file(name, "0")), CampaignBudget(run, {})
         self.thread = RunIoThread(run, journal, self.ledger, self.blocks, events, Endpoints(run, {}), budget)
         self.io = RunIo(self.thread)
@@ -89,12 +89,12 @@ def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: R
     assert first is not None
     assert second is not None
     assert len(first.upcoming) == len(second.upcoming) == 4
-    assert not set(first.upcoming) & set(second.upcoming)
+    assert not {planned.task["id"] for planned in first.upcoming} & {planned.task["id"] for planned in second.upcoming}
     before = first
     for _ in range(4):
         claimed = one.claim()
         assert claimed is not None
-        assert [rollout.task_id for rollout in claimed.rollouts] == list(before.upcoming[:1])
+        assert [rollout.task_id for rollout in claimed.rollouts] == [before.upcoming[0].task["id"]]
         assert len(claimed.upcoming) == 4
         before = claimed
     blind = Pod(run, "c").claim()
@@ -149,10 +149,12 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     taker.io.request_work(30)
     taker.turn()
     giver.turn()
-    stealing = WorkStealing(giver.io, scheduler, groups)
+    handed_off: list[str] = []
+    stealing = WorkStealing(giver.io, scheduler, groups, handed_off.extend)
     for _ in range(2):
         stealing.tick(True, False)
         giver.turn()
+    assert sorted(handed_off) == sorted(rollout.id for block in read_blocks(run)[1:] for rollout in block.rollouts)
     given = {rollout.group_id for block in read_blocks(run)[1:] for rollout in block.rollouts}
     assert given == {"t002/oracle", "t003/oracle"}
     assert sum(len(block.rollouts) for block in read_blocks(run)[1:]) == 8

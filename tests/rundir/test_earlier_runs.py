@@ -10,8 +10,9 @@ import pytest
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.pod.master.assembly import expected_starts, room_per_rank
+from megaflow_hpc.pod.master.assembly import room_per_rank, starts_a_task
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, ServerGroup, check_version, read_run, write_run
 from megaflow_hpc.trajectories import open_trajectories
@@ -152,7 +153,9 @@ def test_its_record_is_read_whole_and_written_the_same(old: RunDir) -> None:
     assert planned.policies["default"].samples == 2
     check_version(planned, old)
     assert room_per_rank(planned.config.slurm.pods) == (None, 2000), "two ranks share 4 GB"
-    assert list(expected_starts(planned).values()) == [2]
+    (task,) = planned_tasks(old, planned).values()
+    assert (task.image, task.alike) == (planned.images["base"], 1)
+    assert starts_a_task(planned, 1) == 2
     before = json.loads(old.run_json.read_text())
     write_run(old, planned)
     after = json.loads(old.run_json.read_text())
@@ -166,8 +169,8 @@ def test_keys_of_a_later_version_are_ignored_and_a_later_format_is_refused(old: 
     content["servers"][0]["later"] = 1
     old.run_json.write_text(json.dumps(content))
     assert read_run(old).config.slurm.pods.mem_gb == 4
-    old.run_json.write_text(json.dumps({**content, "format_version": 2, "servers": "otherwise"}))
-    with pytest.raises(ConfigError, match=r"version 2, expected megaflow-hpc/run up to version 1; use a newer"):
+    old.run_json.write_text(json.dumps({**content, "format_version": 3, "servers": "otherwise"}))
+    with pytest.raises(ConfigError, match=r"version 3, expected megaflow-hpc/run up to version 2; use a newer"):
         read_run(old)
 
 

@@ -13,6 +13,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.tasks.digests import changed, check_unchanged, fixed
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.types import Task
@@ -78,7 +79,7 @@ def test_the_source_of_a_class_is_fixed_too(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow  # a whole campaign, resumed twice
 def test_a_campaign_judges_by_the_tests_that_it_was_planned_with(make_campaign: Make) -> None:
     run = Campaign.from_yaml(make_campaign(2, agent="oracle")).plan(launcher="local")
-    [first, _] = run.record.tasks.values()
+    [first, _] = [planned.task for planned in planned_tasks(run.dir, run.record).values()]
     test = Path(first["path"], "tests", "test.sh")
     planned = test.read_text()
     test.write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")

@@ -36,10 +36,12 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
     """A pod over the real ledger and journal of a run directory that :func:`plan` made."""
     from megaflow_hpc.host.process import Identity
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
+    from megaflow_hpc.ledger.tasks import with_images
     from megaflow_hpc.pod.master.settings import Pod
     from megaflow_hpc.rundir.events import EventWriter
     from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
+    tasks = {r.task_id: {"id": r.task_id, "image": "none"} for b in read_blocks(run) for r in b.rollouts}
     me = Identity.of(os.getpid())
     assert me is not None
     return Pod(
@@ -49,7 +51,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
         journal=JournalWriter(run.journal_file("bench", start)),
         events=EventWriter(run.event_file("bench", start)),
         init={"op": "init"},
-        tasks={r.task_id: {"id": r.task_id, "image": "none"} for b in read_blocks(run) for r in b.rollouts},
+        tasks=with_images(tasks, {}),
         servers={},
         **more,
     )

@@ -14,6 +14,7 @@ from megaflow_hpc.cli.runs.show import find, task_and_policy
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import add_run, add_verb
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir import logs
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
@@ -60,7 +61,7 @@ def _logs(arguments: argparse.Namespace) -> int:
     if "/" not in arguments.name:
         return _one(run, arguments)
     task, policy = task_and_policy(arguments.name)
-    return _rollout(run, arguments, task in planned.tasks and policy in planned.policies)
+    return _rollout(run, arguments, policy in planned.policies and task in planned_tasks(run, planned))
 
 
 def _list(run: RunDir, as_json: bool) -> int:

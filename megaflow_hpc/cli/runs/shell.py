@@ -13,6 +13,7 @@ from megaflow_hpc.cli.output import note, print_json, say
 from megaflow_hpc.cli.runs.show import find, task_and_policy
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.types import Task
@@ -57,7 +58,7 @@ def _shell(arguments: argparse.Namespace) -> int:
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("shell: standard input and output are no terminal; give --command CMD")
     rollout, patch = _found(run, record, arguments.id)
-    return asyncio.run(_until_signalled(_look_in(arguments, record, rollout, b"" if arguments.fresh else patch)))
+    return asyncio.run(_until_signalled(_look_in(arguments, run, record, rollout, b"" if arguments.fresh else patch)))
 
 
 def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
@@ -69,8 +70,9 @@ def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
             row = find(store, wanted)
             return row.id, next((artifact.data for artifact in row.artifacts if artifact.name == PATCH), b"")
     task, policy = task_and_policy(wanted)
-    if task not in record.tasks or policy not in record.policies:
-        example = f"{next(iter(record.tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
+    tasks = planned_tasks(run, record)
+    if policy not in record.policies or task not in tasks:
+        example = f"{next(iter(tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
         raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, as {example}")
     return wanted, b""
 
@@ -96,7 +98,7 @@ async def _until_signalled(work: Any) -> int:
         raise
 
 
-async def _look_in(arguments: argparse.Namespace, record: RunRecord, rollout: str, patch: bytes) -> int:
+async def _look_in(arguments: argparse.Namespace, run: RunDir, record: RunRecord, rollout: str, patch: bytes) -> int:
     import msgspec
 
     from megaflow_hpc.config import Policy, resolved
@@ -104,13 +106,14 @@ async def _look_in(arguments: argparse.Namespace, record: RunRecord, rollout: st
     from megaflow_hpc.pod.rollout.sandboxes import recreated
 
     task_id, policy_name = task_and_policy(rollout)
-    task = Task.from_dict(record.tasks[task_id])
+    planned = planned_tasks(run, record)[task_id]
+    task = Task.from_dict(planned.task)
     policy = resolved(Policy, msgspec.to_builtins(record.policies[policy_name]))
     if not arguments.json:
-        note(f"{rollout}: starting its sandbox of {record.images.get(task.image, task.image)}")
+        note(f"{rollout}: starting its sandbox of {planned.image or task.image}")
     async with ApptainerProvider() as provider:
         environment = record.config.environment
-        async with recreated(provider, task, policy, record.images, environment, arguments.network) as sandbox:
+        async with recreated(provider, task, policy, planned.images, environment, arguments.network) as sandbox:
             await _patch(sandbox, patch)
             if arguments.command is None:
                 return await _interact(provider, sandbox)

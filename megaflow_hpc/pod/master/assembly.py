@@ -22,6 +22,7 @@ from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
+from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.settings import Pod, Walltime
@@ -69,14 +70,12 @@ def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
 
 
-def expected_starts(planned: RunRecord) -> dict[str, float]:
-    """Returns the sandboxes that one node will start, by image: what unpacking it there is weighed against."""
+def starts_a_task(planned: RunRecord, tasks: int) -> float:
+    """Returns the sandboxes that one node will start of each of so many tasks, in the mean."""
     training, total = planned.config.training, planned.total
     for name in training.policies if training else ():
         total += training.steps * training.batch.tasks * planned.policies[name].samples if training else 0
-    each = total / max(len(planned.tasks), 1) / planned.config.slurm.pods.total_nodes
-    tasks = Counter(planned.images[task["image"]] for task in planned.tasks.values() if not task.get("unbuilt"))
-    return {image: count * each for image, count in tasks.items()}
+    return total / max(tasks, 1) / planned.config.slurm.pods.total_nodes
 
 
 def lead(run: RunDir, comm: Comm) -> str:
@@ -104,7 +103,7 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal: JournalWriter) -> Pod:
-    config = overridden(run, planned.config)
+    config, tasks = overridden(run, planned.config), planned_tasks(run, planned)
     ledger = Ledger(run, who, pods=config.slurm.pods.total)
     return Pod(
         run=run,
@@ -116,14 +115,13 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
             "op": "init",
             "campaign": planned.campaign,
             "policies": msgspec.to_builtins(planned.policies),
-            "images": planned.images,
             "slots": slots_per_rank(config),
-            "starts": expected_starts(planned),
             "partial": str(run.partial),
             "code": str(run.code),
             "beside": planned.beside,
         },
-        tasks=planned.tasks,
+        tasks=tasks,
+        starts_a_task=starts_a_task(planned, len(tasks)),
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},
         limits=config.limits,
         held_out=frozenset(planned.held_out),

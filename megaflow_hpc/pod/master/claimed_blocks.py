@@ -6,7 +6,7 @@ Used by one thread: the one that touches the run directory (:mod:`~megaflow_hpc.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +14,7 @@ from itertools import groupby
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
+from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
@@ -35,7 +36,9 @@ class ClaimedBlock:
     """Those that have to run."""
     histories: dict[str, History]
     """What earlier pods wrote of them, by rollout id. The receiver owns it."""
-    upcoming: tuple[str, ...]
+    tasks: dict[str, PlannedTask]
+    """Their tasks by id. The receiver owns it."""
+    upcoming: tuple[PlannedTask, ...]
     """Tasks of blocks that this pod will claim next, as far as it looks ahead."""
 
 
@@ -59,6 +62,7 @@ class ClaimedBlocks:
 
     Args:
         stored: what the journals of earlier holders of a block hold, and how long they are.
+        tasks: of the campaign; those of the blocks that are claimed are looked up.
         ahead: blocks of few rollouts that are looked into before they are claimed.
     """
 
@@ -68,10 +72,12 @@ class ClaimedBlocks:
         ledger: Ledger,
         events: EventWriter,
         stored: StoredRollouts,
+        tasks: Mapping[str, PlannedTask],
         ahead: int = 0,
     ) -> None:
         self._histories = Histories(run)
-        self._lookahead = BlockLookahead(run, ledger, ahead)
+        self._tasks = tasks
+        self._lookahead = BlockLookahead(run, ledger, tasks, ahead)
         self._run, self._ledger, self._events = run, ledger, events
         self._stored = stored
         self._held: dict[int, _Held] = {}
@@ -97,6 +103,7 @@ class ClaimedBlocks:
         unknown = claim.epoch > 0 and claim.left is None  # the holder before could not say what is left
         held = [Holding(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
+        tasks = planned(self._tasks, todo)
         if claim.epoch or claim.block >= FIRST_HANDED_OFF:
             self._histories.look()
             self._histories.look_at_events({each.owner for each in held})
@@ -108,7 +115,7 @@ class ClaimedBlocks:
             self._finish(claim.block)
         found = {rollout.id: self._histories.take(rollout.id) for rollout in todo}
         histories = {rollout: history for rollout, history in found.items() if history is not None}
-        return ClaimedBlock(claim, todo, histories, tuple(self._lookahead.tasks))
+        return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[Holding]) -> tuple[int, tuple[Rollout, ...]]:
         """Returns how many rollouts the claim covers, and those of them that are not stored or handed off."""
@@ -198,11 +205,11 @@ class BlockLookahead:
         count: blocks that are looked into at a time; each is one small file.
     """
 
-    def __init__(self, run: RunDir, ledger: Ledger, count: int) -> None:
-        self._run, self._ledger, self._count = run, ledger, count
-        self._picked: dict[int, list[str]] = {}
+    def __init__(self, run: RunDir, ledger: Ledger, tasks: Mapping[str, PlannedTask], count: int) -> None:
+        self._run, self._ledger, self._tasks, self._count = run, ledger, tasks, count
+        self._picked: dict[int, dict[str, PlannedTask]] = {}
         """Block → its tasks."""
-        self.tasks: list[str] = []
+        self.tasks: list[PlannedTask] = []
         """Tasks of the picked blocks, each once."""
 
     def claimed(self, rollouts: int) -> None:
@@ -211,9 +218,9 @@ class BlockLookahead:
         self._picked = {block: tasks for block, tasks in self._picked.items() if block in free}
         for block in self._more(free):
             with suppress(LedgerError):  # not to be read yet: another look will
-                self._picked[block] = [rollout.task_id for rollout in read_block(self._run, block).rollouts]
+                self._picked[block] = planned(self._tasks, read_block(self._run, block).rollouts)
         self._ledger.prefer(self._picked)
-        self.tasks = list(dict.fromkeys(task for tasks in self._picked.values() for task in tasks))
+        self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
 
     def _more(self, free: list[int]) -> list[int]:
         """Returns as many more blocks as ``count`` lacks, from a place of this pod's own on."""
@@ -224,6 +231,20 @@ class BlockLookahead:
         name = self._ledger.identity.name if self._ledger.identity else ""
         place = zlib.crc32(name.encode()) % (len(near) - missing + 1)
         return near[place : place + missing]
+
+
+def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> dict[str, PlannedTask]:
+    """Looks up the tasks of some rollouts, in their order.
+
+    Raises:
+        LedgerError: a rollout is of no task of the campaign.
+        ConfigError: the file of tasks is damaged or gone.
+        OSError: the run directory does not answer.
+    """
+    try:
+        return {name: tasks[name] for name in dict.fromkeys(rollout.task_id for rollout in rollouts)}
+    except KeyError as error:
+        raise LedgerError(f"a block names the task {error}, which the campaign does not have") from None
 
 
 def _parts(rollouts: list[Rollout], each: int) -> Iterator[list[Rollout]]:

@@ -87,7 +87,7 @@ class Master:
         self._ranks = Ranks(pod.comm)
         self._results = Results(pod, self.scheduler, self._io, self._ranks, self._estimates, self._drain)
         self._dispatch = Dispatch(pod, self.scheduler, self._io, self._results, self._estimates)
-        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups)
+        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups, self._dispatch.settled)
         self.scheduler.waiting = set(pod.servers)
         self._endpoints: list[dict[str, Any]] = []
         """The decoded endpoint files, as they were listed last."""
@@ -95,7 +95,7 @@ class Master:
         self._draining_since: float | None = None
         self._slow = self._progressed = False
         self._grace_s = DRAIN_S
-        self._announced: list[str] = []
+        self._announced: list[tuple[str, float]] = []
         self._activities = Activities(pod.comm, self.scheduler, self._io)
 
     # --- the loop ---
@@ -220,6 +220,7 @@ class Master:
                 case Durable(results):
                     busy = True
                     self._results.count(results)
+                    self._dispatch.settled(result.outcome.id for result in results)
                     self._mark_progress()
                     if not self.scheduler.workers.running:
                         self._dispatch.look_soon()
@@ -294,7 +295,7 @@ class Master:
 
     def _announce_images(self) -> None:
         """Tells the ranks which images they need next, so that they stage them meanwhile."""
-        order = list(dict.fromkeys(self.pod.tasks[task]["image"] for task in self._dispatch.coming()))
+        order = self._dispatch.coming()
         if order != self._announced and len(order) > 1:
             self._announced = order
             self._ranks.tell({"op": "images", "order": order})
@@ -343,7 +344,7 @@ class Master:
 
 def _io_thread(pod: Pod) -> RunIoThread:
     """Puts together what touches the run directory; it belongs to the thread from now on."""
-    ahead = AHEAD_BLOCKS if len({task.get("image") for task in pod.tasks.values()}) > 1 else 0
-    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, StoredRollouts(pod.run, pod.ledger.renew), ahead)
+    stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
+    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)
     return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, pod.budget())

@@ -14,6 +14,7 @@ from typing import Any
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.wire import Message
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.run_io_thread import Journal
 from megaflow_hpc.pod.scheduling.failures import Pattern
@@ -66,8 +67,8 @@ class Pod:
     journal: Journal
     events: EventWriter
     init: Message
-    tasks: dict[str, Any]
-    """Task dictionaries by id."""
+    tasks: Mapping[str, PlannedTask]
+    """Every task of the campaign by id. Looking one up may read a file: it belongs to the I/O thread."""
     servers: dict[str, int]
     """Engine servers that the campaign asks for, by policy; empty where no policy has a model."""
     drain_file: Path | None = None
@@ -83,6 +84,8 @@ class Pod:
     room: tuple[float | None, int | None] = (None, None)
     """Cpus and MB of memory that a worker rank has, where they are known."""
     walltime: Walltime = field(default_factory=Walltime)
+    starts_a_task: float = 0.0
+    """Sandboxes that one node will start of a task, in the mean; 0 where that is not known."""
 
     def why_drain(self, wait_s: float = 0.0) -> str | None:
         """Returns the word with which the supervisor asks the pod to drain; ``None`` while it does not.
@@ -112,6 +115,16 @@ class Pod:
         """Returns the samples that a group of this policy was planned with, spare ones counted."""
         return self.samples.get(policy, 0) + self.scheduling.spare
 
+    @property
+    def several_images(self) -> bool:
+        """Whether tasks differ in their images."""
+        first = next(iter(self.tasks.values()), None)
+        return first is not None and first.alike < len(self.tasks)
+
+    def starts(self, planned: PlannedTask) -> float:
+        """Returns the sandboxes of a task's image that one node will start: what unpacking it is weighed against."""
+        return self.starts_a_task * planned.alike
+
     def budget(self) -> CampaignBudget:
         """Returns the watch over limits of the whole campaign."""
         return CampaignBudget(self.run, self.limits.model_dump())
@@ -120,20 +133,20 @@ class Pod:
         """Returns the watch over failures that say more about the campaign than about a rollout."""
         return Pattern(self.limits.systematic)
 
-    def demand(self, task: str) -> Demand:
+    def demand(self, planned: PlannedTask) -> Demand:
         """Returns what a task's rollouts need beside a slot, as far as the campaign packs by it."""
         pack = self.scheduling.pack
         if not pack:
             return NOTHING
-        limits = self.tasks[task].get("limits", {})
+        limits = planned.task.get("limits", {})
         return Demand(
             float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
             int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
         )
 
-    def share(self, task: str, policy: str) -> str:
+    def share(self, planned: PlannedTask, policy: str) -> str:
         """Returns the share that the slot time of a rollout is charged to under ``order: fair``."""
         if self.scheduling.share != "dataset":
             return policy
-        path = Path(str(self.tasks[task].get("path", "")))
+        path = Path(str(planned.task.get("path", "")))
         return path.name if path.suffix else path.parent.name

@@ -65,9 +65,7 @@ class Runner:
         config = resolved(CampaignConfig, message["campaign"])
         policies = {name: resolved(Policy, p) for name, p in message["policies"].items()}
         partials, places = Path(message["partial"]), (message["code"], message["beside"])
-        self._services = await Services.open(config, policies, message["images"], partials, places)
-        for image, starts in message["starts"].items():
-            self._services.provider.images.expect(image, starts)
+        self._services = await Services.open(config, policies, partials, places)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._preempted)
         await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
 
@@ -77,7 +75,11 @@ class Runner:
         self._services.suspension.preempt()
 
     async def _on_start(self, message: Message) -> None:
+        assert self._services is not None, "rank 0 sends init first"
         rollout = Rollout(**message["rollout"])
+        self._services.images.update(message["images"])
+        if (image := message["images"].get(message["task"]["image"])) is not None:
+            self._services.provider.images.expect(image, message["starts"])
         self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
 
     async def _on_suspend(self, message: Message) -> None:
@@ -101,7 +103,9 @@ class Runner:
 
     async def _on_images(self, message: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
-        self._services.provider.prefetch([self._services.images[name] for name in message["order"]])
+        for image, starts in message["order"]:
+            self._services.provider.images.expect(image, starts)
+        self._services.provider.prefetch([image for image, _ in message["order"]])
 
     async def _on_mirror(self, message: Message) -> None:
         """Somebody looks at this rollout: rank 0 is told how its conversation ends, unless it knows that already."""

@@ -24,8 +24,8 @@ class Services:
 
     config: CampaignConfig
     policies: Mapping[str, Policy]
-    images: Mapping[str, str]
-    """Image name in the tasks → SIF or directory."""
+    images: dict[str, str]
+    """Image name in the tasks → SIF or directory; each start of a rollout brings those of its task."""
     provider: ApptainerProvider
     gateway: ModelGateway
     agents: Zygote = field(default_factory=lambda: Zygote(()))
@@ -44,14 +44,12 @@ class Services:
         cls,
         config: CampaignConfig,
         policies: Mapping[str, Policy],
-        images: Mapping[str, str],
         partials: Path,
         code_places: tuple[str, str] = ("", ""),
     ) -> Services:
         """Starts the gateway, the process that agents are forked from, and the provider of sandboxes.
 
         Args:
-            images: image name in the tasks → SIF or directory.
             partials: directory where rollouts that are cut short are kept.
             code_places: where agents of the campaign's own are looked for: as kept with the run, and beside its file.
         """
@@ -64,7 +62,7 @@ class Services:
         )
         await gateway.start()
         agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
-        return cls(config, policies, images, ApptainerProvider(), gateway, agents, partials)
+        return cls(config, policies, {}, ApptainerProvider(), gateway, agents, partials)
 
     async def close(self) -> None:
         """Ends all of them, and with the provider every sandbox."""

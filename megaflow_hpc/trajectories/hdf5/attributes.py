@@ -6,10 +6,13 @@ import importlib.metadata
 import json
 import platform
 import re
+from contextlib import suppress
 from typing import Any
 
 import h5py
 
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.tasks import image_files, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run
 from megaflow_hpc.trajectories.hdf5 import deflate
@@ -31,8 +34,9 @@ def root_attributes(run: RunDir) -> dict[str, str]:
         versions["planned by megaflow-hpc"] = planned.version
     if "models" not in versions and planned.policies:
         versions["models"] = {name: _model(policy) for name, policy in planned.policies.items()}
-    if planned.images:
-        versions["images"] = planned.images
+    with suppress(ConfigError):  # a purge took the file of tasks: what was stored is gathered all the same
+        if images := planned.images or image_files(planned_tasks(run, planned)):
+            versions["images"] = images
     return {
         "config": json.dumps(without_secrets(planned.campaign), sort_keys=True, default=str),
         "versions": json.dumps(without_secrets(versions), sort_keys=True, default=str),

@@ -13,6 +13,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Rollout
+from tests.support.ledgers import AnyTasks
 
 
 def prepared(path: Path) -> RunDir:
@@ -25,7 +26,7 @@ def prepared(path: Path) -> RunDir:
 def claimed_blocks(run: RunDir, name: str) -> tuple[EventWriter, ClaimedBlocks]:
     ledger, events = Ledger(run, PodIdentity(name, "0")), EventWriter(run.event_file(name, "0"))
     ledger.register()
-    return events, ClaimedBlocks(run, ledger, events, StoredRollouts(run))
+    return events, ClaimedBlocks(run, ledger, events, StoredRollouts(run), AnyTasks())
 
 
 def say(events: EventWriter, rollout: str, attempt: int, kind: str) -> None:

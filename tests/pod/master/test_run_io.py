@@ -27,7 +27,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.headings import Heading
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.ledgers import Clock, rollouts
+from tests.support.ledgers import AnyTasks, Clock, rollouts
 
 
 class Full(Files):
@@ -63,7 +63,7 @@ class Pod:
         self.ledger = Ledger(run, PodIdentity("a", "0"), files=self.files)
         self.ledger.register()
         events = EventWriter(run.event_file("a", "0"))
-        blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run))
+        blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), AnyTasks())
         parts = run, self.journal, self.ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})
         self.thread = RunIoThread(*parts)
         self.io = RunIo(self.thread, self.clock)

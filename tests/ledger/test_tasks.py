@@ -1,0 +1,146 @@
+"""The file of tasks: each is read when it is asked for, and a damaged one is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.errors import ConfigError, LedgerError
+from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
+from megaflow_hpc.ledger.tasks import PlannedTask, TaskFile, image_files, planned_tasks, with_images, write_tasks
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
+from megaflow_hpc.pod.master.dispatch import HeldTasks
+from megaflow_hpc.rundir.events import EventWriter
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.types import Rollout, Task
+
+COUNT = 400
+
+
+def task(number: int) -> PlannedTask:
+    made = Task(f"t{number}", "x" * 3000, f"image{number % 7}", "/tasks", metadata={"of": number, "nan": float("nan")})
+    return PlannedTask(made.to_dict(), {made.image: f"/images/{number % 7}.sif"}, 57)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    write_run(run, RunRecord(campaign={"name": "x"}, packed=write_tasks(run, (task(n) for n in range(COUNT)))))
+    return run
+
+
+def tasks_of(run: RunDir) -> TaskFile:
+    found = planned_tasks(run, read_run(run))
+    assert isinstance(found, TaskFile)
+    return found
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_tasks_are_found_by_id_and_come_in_the_order_of_the_plan(run: RunDir) -> None:
+    tasks = tasks_of(run)
+    assert len(tasks) == COUNT
+    assert list(tasks) == [f"t{n}" for n in range(COUNT)]
+    for n in (0, 17, COUNT - 1):
+        found, wanted = tasks[f"t{n}"], task(n)
+        assert math.isnan(found.task["metadata"].pop("nan"))
+        del wanted.task["metadata"]["nan"]
+        assert found == wanted
+    assert [planned.task["id"] for planned in tasks.values()] == list(tasks)
+    assert "t17" in tasks
+    assert "t1000" not in tasks
+    assert Task.from_dict(tasks["t3"].task).image == "image3"
+    assert image_files(tasks) == {f"image{n}": f"/images/{n}.sif" for n in range(7)}
+
+
+def test_a_pod_reads_the_tasks_of_the_blocks_that_it_claims_and_no_others(run: RunDir) -> None:
+    write_blocks(run, [Rollout(f"t{n}", "p", s, "nop") for n in range(COUNT) for s in range(4)], size=40)
+    ledger = Ledger(run, PodIdentity("a", "0"))
+    ledger.register()
+    began = bytes_read()
+    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file("a", "0")), StoredRollouts(run), tasks_of(run))
+    block = blocks.claim()
+    read = bytes_read() - began
+    assert block is not None
+    assert list(block.tasks) == [f"t{n}" for n in range(10)]
+    size = run.packed_tasks.stat().st_size
+    block_size = run.block(0).stat().st_size
+    assert read < 2 * (size * 10 / COUNT + COUNT * 20 + block_size + run.run_json.stat().st_size), read
+    assert read < size / 10
+
+
+def test_a_pod_keeps_a_task_for_as_long_as_a_rollout_of_it_may_start() -> None:
+    held = HeldTasks()
+    rollouts = [Rollout(f"t{n}", "p", sample, "nop") for n in range(2) for sample in range(2)]
+    held.add(rollouts, {f"t{n}": task(n) for n in range(2)})
+    held.add(rollouts[:1], {"t0": task(0)})  # the same block again
+    held.drop(["t0/p/0", "t0/p/0", "unknown/p/0"])
+    assert held["t0"].task["id"] == "t0"
+    held.drop(["t0/p/1"])
+    assert "t0" not in held
+    assert len(held) == 1
+
+
+@pytest.mark.parametrize("index", [None, b"", b"MFHPCTSK", "flipped", "of another run"])
+def test_without_a_whole_index_lines_are_counted(run: RunDir, tmp_path: Path, index: bytes | str | None) -> None:
+    whole = run.tasks_index.read_bytes()
+    run.tasks_index.unlink()
+    if index == "flipped":
+        run.tasks_index.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    elif index == "of another run":
+        other = RunDir(tmp_path / "other")
+        other.create()
+        write_tasks(other, (task(n + 1) for n in range(COUNT)))
+        run.tasks_index.write_bytes(other.tasks_index.read_bytes())
+    elif isinstance(index, bytes):
+        run.tasks_index.write_bytes(index)
+    assert tasks_of(run)["t17"].task["id"] == "t17"
+
+
+def test_what_is_wrong_with_the_file_is_said(run: RunDir) -> None:
+    whole = run.packed_tasks.read_bytes()
+    run.packed_tasks.write_bytes(whole[:-10])
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl: it has \d+ bytes where run\.json says"):
+        list(tasks_of(run))
+    run.packed_tasks.write_bytes(b"{" * len(whole))
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl: a line of it is no task"):
+        tasks_of(run)["t17"]
+    run.packed_tasks.unlink()
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl: it is gone"):
+        tasks_of(run)["t17"]
+
+
+def test_a_block_of_a_task_that_was_never_planned_is_named(run: RunDir) -> None:
+    write_blocks(run, [Rollout("nobody", "p", 0, "nop")], size=1)
+    ledger = Ledger(run, PodIdentity("a", "0"))
+    ledger.register()
+    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file("a", "0")), StoredRollouts(run), tasks_of(run))
+    assert len(read_block(run, 0).rollouts) == 1
+    with pytest.raises(LedgerError, match="'nobody'"):
+        blocks.claim()
+
+
+def test_tasks_of_an_earlier_version_are_read_from_the_record(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    tasks = {f"t{n}": {"id": f"t{n}", "image": "base"} for n in range(3)}
+    tasks["u"] = {"id": "u", "image": "unbuilt"}
+    record = RunRecord(format_version=1, tasks=tasks, images={"base": "/b.sif"})
+    write_run(run, record)
+    found = planned_tasks(run, read_run(run))
+    assert found == with_images(record.tasks, record.images)
+    assert (found["t1"].image, found["t1"].alike, found["u"].image) == ("/b.sif", 3, None)
+
+
+def test_lines_are_plain_json(run: RunDir) -> None:
+    first = json.loads(run.packed_tasks.read_text().splitlines()[0])
+    assert sorted(first) == ["alike", "images", "task"]
+    assert sorted(path.name for path in run.path.glob("tasks*")) == ["tasks", "tasks.index", "tasks.jsonl"]
