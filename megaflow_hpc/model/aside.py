@@ -1,7 +1,7 @@
 """Work on large documents beside the event loop, in slices: fair between those who asked, and to the loop.
 
 Decoders and encoders keep the interpreter's lock for as long as they work, so a thread alone would not let an event
-loop go on: such work calls :func:`give_way` between two slices. There the loop gets the lock, and then the work of
+loop go on: such work calls :func:`give_way` every now and then. There the loop gets the lock, and then the work of
 whoever else waits goes on, so that nobody's large request waits for the end of another's. One thread works at a time,
 since each further one would compete with the loop.
 """
@@ -25,6 +25,8 @@ asker: ContextVar[str] = ContextVar("asker", default="")
 """Whose request it is: the works of one follow one another."""
 _ASKERS = 64
 """Askers whose works take turns; those of more wait for a thread."""
+_SLICE_S = 0.002
+"""Processor time of a slice at least: on a busy machine who has given way waits long for the next."""
 _PAUSE_S = 5e-5
 """Pause between two slices: long enough for a loop that waits for the lock to get it."""
 
@@ -90,12 +92,14 @@ async def aside(size: int, work: Callable[..., T], *args: Any) -> T:
 
 def give_way() -> None:
     """Lets the event loop and other askers go on; on the loop itself nobody would be served by a pause."""
-    if getattr(_here, "aside", False):
+    began = getattr(_here, "began", None)
+    if began is not None and time.thread_time() - began >= _SLICE_S:
         time.sleep(_PAUSE_S)
         _turns.pass_on()
+        _here.began = time.thread_time()
 
 
 def _in_turn(work: Callable[..., T], args: tuple[Any, ...]) -> T:
-    _here.aside = True
     with _turns:
+        _here.began = time.thread_time()
         return work(*args)
