@@ -115,6 +115,8 @@ as_root() {
   [[ $fuse == 0 ]] || lend_fuse
   as_user env MEGAFLOW_CLONE="$CLONE" bash "$BUILD/src/launchers/$(basename "$script")" "$@" || status=$?
   link_venv
+  # What root alone can do, if the launcher has such a part.
+  if declare -F by_root >/dev/null && ! by_root "$@"; then status=1; fi
   exit "$status"
 }
 

@@ -1,10 +1,11 @@
 """Two users of one Slurm side by side: ``python -m tests.lab.two_users``, by root.
 
-An ordinary user's lab has one user, so this is a command and no test of the suite. It makes three throwaway accounts
-(two that share a group, and a stranger), a lab of root's for the two, and has each run a campaign on the same nodes at
-the same time. While both are at work each tries what it can reach of the other; afterwards every rollout must be in
-its owner's file once and nothing may be left of either. Then one offers an engine pool to the group, and the other runs
-a campaign with it. Prints a line for each finding and ends with 1 if one is not as it should be.
+An ordinary user's lab has one user, so this is no test of pytest's; where root calls launchers/test it follows the
+suite. It makes three throwaway accounts (two that share a group, and a stranger), a lab of root's for the two, and has
+each run a campaign on the same nodes at the same time. While both are at work each tries what it can reach of the
+other; afterwards every rollout must be in its owner's file once and nothing may be left of either. Then one offers an
+engine pool to the group, and the other runs a campaign with it. Prints a line for each finding and ends with 1 if one
+is not as it should be.
 
 Needs what launchers/setup gives (Slurm, Apptainer on PATH, ``MEGAFLOW_TEST_BASE_SIF``), readable by every user.
 """
