@@ -30,13 +30,13 @@ class Holding(NamedTuple):
     """Bytes of its journal that count."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
-    """What is known of one journal."""
+    """What is known of one journal, which was read to its end."""
 
     size: tuple[int, int]
     """Number of parts and size of the last one, when it was looked at."""
-    length: int = 0
+    length: int
     """Logical offset behind the last whole record."""
     records: dict[tuple[int, int], list[tuple[int, str]]] | None = None
     """Block and epoch → logical end and rollout of each record that did not fail; ``None`` if only the length is."""
@@ -91,18 +91,21 @@ class StoredRollouts:
         return known.length
 
     def _look(self, owner: str, whole: bool) -> _Known:
-        """Looks at a journal anew; for its length alone, one without a table is read from its last part on."""
+        """Looks at a journal anew; for its length alone, one without a table is read from its last part on.
+
+        Nothing is known of one that could not be read to its end: the next call looks again.
+        """
         self._beat()
         found = parts(self._path(owner))
-        known = self._known[owner] = _Known(_size(found))
-        contents = read_contents(found)
+        size, contents = _size(found), read_contents(found)
         if contents is None and not whole:
-            known.length = valid_length(self._path(owner))
-            return known
-        reading = _Reading(min(HEADER_SIZE, found[0].stat().st_size) if found else 0)
-        for heading, end in self._records(found, contents or Contents([])):
-            reading.add(heading, end)
-        known.length, known.records = reading.end, reading.records
+            known = _Known(size, valid_length(self._path(owner)))
+        else:
+            reading = _Reading(min(HEADER_SIZE, found[0].stat().st_size) if found else 0)
+            for heading, end in self._records(found, contents or Contents([])):
+                reading.add(heading, end)
+            known = _Known(size, reading.end, reading.records)
+        self._known[owner] = known
         return known
 
     def _records(self, found: list[Path], contents: Contents) -> Iterator[tuple[Heading | None, int]]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
+from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal import stored as stored_module
 from megaflow_hpc.trajectories.journal.contents import contents_path
 from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.journal.stored import BEAT_BYTES, Holding, StoredRollouts
-from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
+from tests.support.ledgers import Clock, rollouts
 from tests.support.operations import counted
 
 
@@ -114,3 +120,56 @@ def test_and_within_a_part(run: RunDir) -> None:
     stored = StoredRollouts(run, lambda: beats.append(None))
     assert stored.ids(0, [Holding(0, "a.0", ends[-1])]) == {"t0/p/0"}
     assert len(beats) >= 6
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The file system answers one time that it has forgotten a file."""
+    real, failed = getattr(stored_module, name), []
+
+    def fails(*arguments: Any) -> Any:
+        if not failed:
+            failed.append(name)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(*arguments)
+
+    monkeypatch.setattr(stored_module, name, fails)
+
+
+@pytest.mark.parametrize("name", ["read_contents", "valid_length", "headings"])
+def test_a_journal_that_could_not_be_read_is_read_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (end,) = write(run, "a", record(0, 0, 0))
+    if name != "read_contents":
+        contents_path(run.journal_file("a", "0")).unlink()
+    stored = StoredRollouts(run)
+    fails_once(monkeypatch, name)
+    with pytest.raises(OSError, match="Stale"):
+        if name == "headings":
+            stored.ids(0, [Holding(0, "a.0", end)])
+        else:
+            stored.length("a.0")
+    assert stored.length("a.0") == valid_length(run.journal_file("a", "0")) == end
+    assert stored.ids(0, [Holding(0, "a.0", end)]) == {"t0/p/0"}
+
+
+def test_a_claim_seals_a_journal_that_could_not_be_read_at_once_behind_its_last_record(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ledger(run).create()
+    write_blocks(run, rollouts(1), size=1)
+    clock = Clock()
+    dead, heir = (Ledger(run, PodIdentity(name, "0"), clock) for name in "ab")
+    dead.register()
+    heir.register()
+    assert dead.claim(lambda owner: 0) == Claim(0, 0)
+    (end,) = write(run, "a", record(0, 0, 0))
+    stored = StoredRollouts(run)
+    fails_once(monkeypatch, "read_contents")
+    claims = [heir.claim(stored.length)]
+    while claims[-1] is None and clock.now < 3 * TIMES.lease_s:
+        clock.now += TIMES.renew_s
+        heir.renew()
+        claims.append(heir.claim(stored.length))
+    assert claims[-1] == Claim(0, 1)
+    assert Ledger(run).seals() == {(0, 0): ("a.0", end)}
