@@ -104,13 +104,27 @@ def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
 
 
 def with_images(tasks: Mapping[str, dict[str, Any]], images: Mapping[str, str]) -> dict[str, PlannedTask]:
-    """Returns planned tasks of tasks that are in memory, and of the files of all images."""
+    """Returns planned tasks of tasks that are in memory, and of the files of all images; each gets those it names."""
     alike = Counter(task.get("image", "") for task in tasks.values())
     return {
-        name: PlannedTask(task, {image: images[image]} if image in images else {}, alike[image])
+        name: PlannedTask(
+            task, {image: images[image] for image in _images_in(task) if image in images}, alike[task.get("image", "")]
+        )
         for name, task in tasks.items()
-        for image in (task.get("image", ""),)
     }
+
+
+def _images_in(task: dict[str, Any]) -> Iterator[str]:
+    """Yields the image of a task, and those that its verifier or its steps name further in."""
+    left: list[Any] = [task]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+            if isinstance(image := value.get("image"), str):
+                yield image
+        elif isinstance(value, list | tuple):
+            left += value
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:

@@ -133,11 +133,18 @@ def test_tasks_of_an_earlier_version_are_read_from_the_record(tmp_path: Path) ->
     run = RunDir(tmp_path)
     tasks = {f"t{n}": {"id": f"t{n}", "image": "base"} for n in range(3)}
     tasks["u"] = {"id": "u", "image": "unbuilt"}
-    record = RunRecord(format_version=1, tasks=tasks, images={"base": "/b.sif"})
+    judged = {"verifier": {"environment": {"id": "", "image": "judge"}}}
+    tasks["v"] = {"id": "v", "image": "own", "metadata": {"harbor": judged}}
+    tasks["w"] = {"id": "w", "image": "own", "metadata": {"harbor": {"steps": [{"name": "first", **judged}]}}}
+    images = {"base": "/b.sif", "own": "/o.sif", "judge": "/j.sif"}
+    record = RunRecord(format_version=1, tasks=tasks, images=images)
     write_run(run, record)
     found = planned_tasks(run, read_run(run))
     assert found == with_images(record.tasks, record.images)
     assert (found["t1"].image, found["t1"].alike, found["u"].image) == ("/b.sif", 3, None)
+    assert found["t1"].images == {"base": "/b.sif"}
+    assert found["v"].images == found["w"].images == {"own": "/o.sif", "judge": "/j.sif"}
+    assert (found["v"].image, found["v"].alike) == ("/o.sif", 2)
 
 
 def test_lines_are_plain_json(run: RunDir) -> None:
