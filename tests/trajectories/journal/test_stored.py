@@ -145,10 +145,7 @@ def test_a_journal_that_could_not_be_read_is_read_again(
     stored = StoredRollouts(run)
     fails_once(monkeypatch, name)
     with pytest.raises(OSError, match="Stale"):
-        if name == "headings":
-            stored.ids(0, [Holding(0, "a.0", end)])
-        else:
-            stored.length("a.0")
+        stored.ids(0, [Holding(0, "a.0", end)]) if name == "headings" else stored.length("a.0")
     assert stored.length("a.0") == valid_length(run.journal_file("a", "0")) == end
     assert stored.ids(0, [Holding(0, "a.0", end)]) == {"t0/p/0"}
 
