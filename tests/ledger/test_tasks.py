@@ -12,7 +12,6 @@ from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, TaskFile, image_files, planned_tasks, with_images, write_tasks
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
-from megaflow_hpc.pod.master.dispatch import HeldTasks
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
@@ -76,18 +75,6 @@ def test_a_pod_reads_the_tasks_of_the_blocks_that_it_claims_and_no_others(run: R
     block_size = run.block(0).stat().st_size
     assert read < 2 * (size * 10 / COUNT + COUNT * 20 + block_size + run.run_json.stat().st_size), read
     assert read < size / 10
-
-
-def test_a_pod_keeps_a_task_for_as_long_as_a_rollout_of_it_may_start() -> None:
-    held = HeldTasks()
-    rollouts = [Rollout(f"t{n}", "p", sample, "nop") for n in range(2) for sample in range(2)]
-    held.add(rollouts, {f"t{n}": task(n) for n in range(2)})
-    held.add(rollouts[:1], {"t0": task(0)})  # the same block again
-    held.drop(["t0/p/0", "t0/p/0", "unknown/p/0"])
-    assert held["t0"].task["id"] == "t0"
-    held.drop(["t0/p/1"])
-    assert "t0" not in held
-    assert len(held) == 1
 
 
 @pytest.mark.parametrize("index", [None, b"", b"MFHPCTSK", "flipped", "of another run"])

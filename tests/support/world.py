@@ -33,6 +33,8 @@ from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import Rollout
 
 SLOTS = 4
+DEAF_S = 2.0
+"""After which the first attempt at a ``deaf`` rollout hears that it is cancelled: some turns of the loop."""
 HASTY = Times(renew_s=0.5, commit_s=3.0, lease_s=6.0)
 GONE = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
@@ -73,6 +75,8 @@ class Player:
     def __init__(self, rank: int, run: RunDir) -> None:
         self.rank, self.run = rank, run
         self.slow: dict[str, dict[str, Any]] = {}
+        self.late: list[tuple[float, dict[str, Any]]] = []
+        """When a result is sent that takes its time after ``cancel``, by the monotonic clock."""
         self.goes: signal.Signals | None = None
         """How this rank goes once its last message is on its way."""
 
@@ -82,8 +86,18 @@ class Player:
         if message["op"] == "start":
             return self.play(message)
         if message["op"] == "cancel" and message["id"] in self.slow:
-            return [self.result(self.slow.pop(message["id"]), "cancelled")]
+            result = self.result(self.slow.pop(message["id"]), "cancelled")
+            if message["id"].startswith("deaf"):
+                self.late.append((time.monotonic() + DEAF_S, result))
+                return []
+            return [result]
         return []
+
+    def due(self) -> list[dict[str, Any]]:
+        """Returns the results whose time has come."""
+        found = [result for when, result in self.late if when <= time.monotonic()]
+        self.late = [(when, result) for when, result in self.late if result not in found]
+        return found
 
     def play(self, start: dict[str, Any]) -> list[dict[str, Any]]:
         rollout = Rollout(**start["rollout"])
@@ -100,7 +114,8 @@ class Player:
         if behaviour == "hangs":
             os.mkfifo(drain_file(self.run))  # rank 0's loop reads it and waits for ever
             return []
-        if (behaviour == "stuck" and start["attempt"] == 0) or (behaviour == "late" and rollout.sample_index == 0):
+        stuck = behaviour in ("stuck", "deaf") and start["attempt"] == 0
+        if stuck or (behaviour == "late" and rollout.sample_index == 0):
             self.slow[rollout.id] = start
             return []
         if behaviour == "cut" and start["attempt"] < 2:
@@ -140,6 +155,8 @@ def follow(comm: MpiComm, run: RunDir) -> None:
         if time.monotonic() - beaten > 1.0:
             beaten = time.monotonic()
             comm.send(0, BEAT)
+        for message in player.due():
+            comm.send(0, message)
         received = comm.poll()
         if received is None:
             comm.push()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 from megaflow_hpc.ledger.tasks import PlannedTask
@@ -41,7 +40,6 @@ class Dispatch:
         """When a claim last found nothing; ``None`` after one that found a block."""
         self._started = 0
         self._per_s = 0.0
-        self._held = HeldTasks()
         self._upcoming: tuple[PlannedTask, ...] = ()
         """Tasks of blocks that this pod will claim next."""
 
@@ -71,13 +69,8 @@ class Dispatch:
     def coming(self) -> list[tuple[str, float]]:
         """Returns the images of what runs and of what starts next here, as far as that is known, each with the
         sandboxes of it that one node will start."""
-        here = self._scheduler.coming(AHEAD_ROLLOUTS)  # with second copies of what is stored already
-        tasks = [*(self._held[task] for task in here if task in self._held), *self._upcoming]
+        tasks: list[PlannedTask] = [*self._scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
         return list({task.image: (task.image, self._pod.starts(task)) for task in tasks if task.image}.values())
-
-    def settled(self, rollouts: Iterable[str]) -> None:
-        """Notes that these rollouts never start here again."""
-        self._held.drop(rollouts)
 
     def look_soon(self) -> None:
         """Has the ledger looked at soon if there is no block: the last rollout here has ended."""
@@ -86,7 +79,7 @@ class Dispatch:
     def _start(self, rank: int, work: Work) -> None:
         rollout = work.rollout
         history = self._results.histories.get(rollout.id)
-        planned = self._held[rollout.task_id]
+        planned: PlannedTask = work.planned
         message = {
             "op": "start",
             "task": planned.task,
@@ -134,7 +127,6 @@ class Dispatch:
         if self._results.draining:
             return False  # it goes back when the pod leaves
         self._results.histories.update(block.histories)
-        self._held.add(block.rollouts, block.tasks)
         for _, group in groupby(block.rollouts, key=lambda rollout: rollout.group_id):
             self._scheduler.add(self._group(list(group), block))
         self._results.refuse()
@@ -164,6 +156,7 @@ class Dispatch:
                 demand=demand,
                 share=share,
                 later=rollout.id in later,
+                planned=planned,
             )
 
     def copy_stragglers(self) -> None:
@@ -173,45 +166,9 @@ class Dispatch:
         if self._scheduler.queued or not self._scheduler.workers.free:
             return
         for rollout in self._stragglers.overdue(self._scheduler.workers.running_work(), time.monotonic()):
+            if rollout not in self._results.began:
+                continue  # its copy has won; this attempt has not heard of that yet
             copy = self._scheduler.copy(rollout)
             if copy is not None:
                 self._start(*copy)
                 self._pod.events.write(CopyEvent(id=rollout, rank=copy[0], attempt=copy[1].attempt))
-
-
-class HeldTasks:
-    """Tasks by id, each for as long as a rollout of it may start here: few, however many the campaign has."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[str, PlannedTask] = {}
-        self._task_of: dict[str, str] = {}
-        """Rollout → task."""
-        self._rollouts: Counter[str] = Counter()
-        """Task → rollouts that hold it."""
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __contains__(self, task: str) -> bool:
-        return task in self._tasks
-
-    def __getitem__(self, task: str) -> PlannedTask:
-        return self._tasks[task]
-
-    def add(self, rollouts: Iterable[Rollout], tasks: Mapping[str, PlannedTask]) -> None:
-        """Takes in the rollouts of a block that was claimed, with their tasks."""
-        self._tasks.update(tasks)
-        for rollout in rollouts:
-            if rollout.id not in self._task_of:
-                self._task_of[rollout.id] = rollout.task_id
-                self._rollouts[rollout.task_id] += 1
-
-    def drop(self, rollouts: Iterable[str]) -> None:
-        """Forgets rollouts that were stored or handed off, and tasks of which none is left."""
-        for rollout in rollouts:
-            task = self._task_of.pop(rollout, None)
-            if task is None:
-                continue
-            self._rollouts[task] -= 1
-            if not self._rollouts[task]:
-                del self._rollouts[task], self._tasks[task]

@@ -87,7 +87,7 @@ class Master:
         self._ranks = Ranks(pod.comm)
         self._results = Results(pod, self.scheduler, self._io, self._ranks, self._estimates, self._drain)
         self._dispatch = Dispatch(pod, self.scheduler, self._io, self._results, self._estimates)
-        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups, self._dispatch.settled)
+        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups, lambda rollouts: None)
         self.scheduler.waiting = set(pod.servers)
         self._endpoints: list[dict[str, Any]] = []
         """The decoded endpoint files, as they were listed last."""
@@ -220,7 +220,6 @@ class Master:
                 case Durable(results):
                     busy = True
                     self._results.count(results)
-                    self._dispatch.settled(result.outcome.id for result in results)
                     self._mark_progress()
                     if not self.scheduler.workers.running:
                         self._dispatch.look_soon()

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from megaflow_hpc.pod.scheduling.failures import may_retry
 from megaflow_hpc.pod.scheduling.queues import Lane
@@ -84,11 +84,11 @@ class Scheduler:
         """Returns what is queued, in the order in which it would start if nothing had to wait for anything."""
         return [entry[2] for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
 
-    def coming(self, count: int) -> list[str]:
-        """Returns the tasks of what runs, then of about ``count`` rollouts that start next, each once."""
-        running = [work.rollout.task_id for work in self.workers.running_work()]
-        waiting = [entry for lane in self._lanes.values() for entry in lane.first(count)]
-        return list(dict.fromkeys([*running, *(work.rollout.task_id for _, _, work in sorted(waiting)[:count])]))
+    def coming(self, count: int) -> list[Any]:
+        """Returns the planned tasks of what runs, then of about ``count`` rollouts that start next, each once."""
+        waiting = sorted(entry for lane in self._lanes.values() for entry in lane.first(count))[:count]
+        works = [*self.workers.running_work(), *(work for _, _, work in waiting)]
+        return list({work.rollout.task_id: work.planned for work in works}.values())
 
     def impossible(self) -> list[Work]:
         """Takes out and returns the work that would not fit on any worker even if it were empty."""

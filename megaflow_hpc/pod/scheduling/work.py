@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from megaflow_hpc.types import Rollout
 
@@ -36,3 +36,5 @@ class Work:
     """Why the attempts before this one ended."""
     later: bool = False
     """Starts only while nothing else can."""
+    planned: Any = field(default=None, compare=False, repr=False)
+    """The task as whoever starts it needs it; nothing here looks into it. Kept as long as the work is."""

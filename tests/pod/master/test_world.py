@@ -274,6 +274,15 @@ def test_a_straggler_is_run_once_more_elsewhere_and_the_first_result_counts(tmp_
     assert [entry["id"] for entry in played.of("copy")] == ["stuck_0/p/0"]
 
 
+def test_a_straggler_whose_copy_has_won_is_not_copied_again_before_it_hears_that_it_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    played = play(tmp_path, ["deaf_0", *(f"ok_{n}" for n in range(60))], scheduling={"copies": True})
+    assert played.state == "done"
+    assert len(played.stored) == len({t["id"] for t in played.stored}) == 61
+    assert [(entry["id"], entry["attempt"]) for entry in played.of("copy")] == [("deaf_0/p/0", 1)]
+
+
 def test_a_limit_of_the_whole_campaign_pauses_the_pod(tmp_path: Path) -> None:
     played = play(tmp_path, [f"ok_{n}" for n in range(20_000)], limits={"wall": 1e-6})
     assert played.state == "paused"

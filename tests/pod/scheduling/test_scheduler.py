@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
@@ -52,7 +54,9 @@ def test_what_comes_is_told_in_the_order_in_which_it_will_start() -> None:
     for order in ("fifo", "longest"):
         scheduler = Scheduler(order)  # type: ignore[arg-type]
         scheduler.workers.join(1, 1)
-        scheduler.add(replace(item, expected_s=float(i * 7 % 11)) for i, item in enumerate(work(40)))
+        scheduler.add(
+            replace(item, expected_s=float(i * 7 % 11), planned=item.rollout.task_id) for i, item in enumerate(work(40))
+        )
         start_all(scheduler)
         told = scheduler.coming(15)
         assert len(told) == 16
@@ -340,6 +344,43 @@ def test_a_copy_runs_elsewhere_and_a_retry_of_either_has_a_number_of_its_own() -
     numbers.append(third[1].attempt)
     assert numbers == [0, 1, 2]
     assert (scheduler.workers.running, scheduler.workers.free) == (1, 2)
+
+
+class Planned:
+    """A task, of which can be seen whether it is still in memory."""
+
+
+def test_a_task_is_kept_for_as_long_as_its_work_may_start_and_no_longer() -> None:
+    scheduler = Scheduler()
+    scheduler.workers.join(1, 1)
+    scheduler.workers.join(2, 1)
+    planned = [Planned() for _ in range(3)]
+    kept = [weakref.ref(each) for each in planned]
+    scheduler.add(replace(item, planned=each) for item, each in zip(work(3), planned, strict=True))
+    del planned
+
+    def in_memory() -> list[bool]:
+        gc.collect()
+        return [each() is not None for each in kept]
+
+    assert [name for _, name in start_all(scheduler)] == ["t0", "t1"]
+    assert scheduler.drop("t2/p/0") is not None  # handed off
+    assert in_memory() == [True, True, False]
+    assert scheduler.workers.finish(2, "t1/p/0") is not None
+    assert in_memory() == [True, False, False]
+    copy = scheduler.copy("t0/p/0")
+    assert copy is not None
+    assert copy[1].planned is kept[0]()
+    ended = scheduler.workers.finish(1, "t0/p/0")
+    assert ended is not None
+    assert scheduler.workers.finish(2, "t0/p/0") is not None
+    assert scheduler.retry(ended, "node", 1)
+    del ended, copy
+    ((_, again),) = iter(scheduler.next, None)
+    assert again.planned is kept[0]()
+    assert scheduler.workers.finish(2, "t0/p/0") is not None
+    del again
+    assert in_memory() == [False, False, False]
 
 
 def test_an_excluded_worker_ends_what_it_runs_and_keeps_no_other_from_starting() -> None:
