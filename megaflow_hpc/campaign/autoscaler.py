@@ -19,10 +19,10 @@ from typing import Any
 
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.ledger import Ledger, read_blocks
-from megaflow_hpc.ledger.blocks import numbers
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
 from megaflow_hpc.model.server.load import Load, wanted
+from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
@@ -53,9 +53,7 @@ class Autoscaler:
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
         self._lease = LeaderLease(run, SCALER, holder)
-        self._policy_of: dict[str, str] = {}
-        """Of every rollout in the blocks that were read."""
-        self._read: set[int] = set()
+        self._backlog = Backlog(run)
         self._looked = -LOOK_S
         self._refused_at = -REFUSED_S
 
@@ -94,14 +92,10 @@ class Autoscaler:
 
     def _asked(self) -> Counter[str]:
         """Rollouts by policy that pods have to run; none while no pod runs."""
-        new = set(numbers(self._run)) - self._read
-        for block in read_blocks(self._run, sorted(new)):
-            self._policy_of.update((rollout.id, rollout.policy) for rollout in block.rollouts)
-        self._read |= new
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
-        return Counter(self._policy_of.values()) - self._monitor.stored
+        return self._backlog.look()
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,8 @@
 """What became of a run's rollouts: counts by status and policy, those that ended badly, and those that are listed.
 
-A rollout ends well once (``completed``, ``truncated``); one that ended badly may be run again, by another pod, and end
-well there. So of those that ended well counts are enough, however many they are, and the others are kept by their ids.
+One that ended badly may be run again, by another pod, and end well there; so those are kept by their ids. Of those that
+ended well (``completed``, ``truncated``) counts are kept, however many they are. One that ended well in two pods, as
+where the node of a living pod was taken for lost, is counted twice; what is shown is never more than there are.
 """
 
 from __future__ import annotations
@@ -102,16 +103,12 @@ class Outcomes:
         """Those that are listed, by id: all that ended badly, and of the others as many as were asked for."""
         return {**self._kept, **{event.id: event for event in self._latest}} if self._latest else self._kept
 
-    @property
-    def by_status(self) -> Counter[str]:
-        """Rollouts by status."""
-        return sum(self._well.values(), Counter(event.status for event in self._kept.values()))
-
-    @property
-    def by_policy(self) -> Counter[str]:
-        """Rollouts by policy."""
-        well = Counter({policy: statuses.total() for policy, statuses in self._well.items()})
-        return well + Counter(policy_of(rollout) for rollout in self._kept)
+    def by_status(self, planned: int) -> Counter[str]:
+        """Returns rollouts by status: of as many as are planned, if any are, what is beyond has ended well twice."""
+        found = sum(self._well.values(), Counter(event.status for event in self._kept.values()))
+        for status in ENDED_WELL if planned else ():
+            found[status] -= min(found[status], max(0, found.total() - planned))
+        return found
 
     @property
     def failures(self) -> list[RolloutEvent]:

@@ -156,11 +156,6 @@ class Monitor:
         """The stored rollouts that are listed, by id: those that ended badly, and as :meth:`list_rollouts` says."""
         return self._outcomes.listed
 
-    @property
-    def stored(self) -> Counter[str]:
-        """How many are stored, by policy."""
-        return self._outcomes.by_policy
-
     def status(
         self,
         live_jobs: Collection[str] | None = None,
@@ -177,11 +172,12 @@ class Monitor:
             trainers: those that run or wait, by policy; ``None`` where the caller cannot tell.
         """
         self.refresh()
-        counts, failed = self._outcomes.by_status, self._outcomes.failures
+        total = self._total + sum(self._added.values())
+        counts, failed = self._outcomes.by_status(total), self._outcomes.failures
         jobs = None if live_jobs is None else set(live_jobs) - set(pending)
         pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
         running = sum(pod["running"] for pod in pods)
-        stored, total = sum(counts.values()), self._total + sum(self._added.values())
+        stored = counts.total()
         states = ("completed", "truncated", "failed", "cancelled")
         rollouts = {
             "pending": max(0, total - stored - running),
@@ -191,8 +187,10 @@ class Monitor:
         }
         unstarted = [asdict(pod) for pod in self._marks.unstarted()]
         rate = self._outcomes.rate()
-        left, waits_for = total - stored, [] if self._finished else self._marks.open
-        idle = bool(waits_for) and left <= 0
+        left, waits_for = max(0, total - stored), [] if self._finished else self._marks.open
+        alive = [pod["pod"] for pod in pods if pod["state"] in ("started", "draining")]
+        # One that was counted twice may stand for one that runs.
+        idle = bool(waits_for) and not left and not self.running.longest(alive)
         state = Facts(
             finished=self._finished,
             cancelled=self._marks.cancelled,

@@ -14,7 +14,9 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.monitor.status import Monitor
+from megaflow_hpc.rundir.events import PodEvent, RolloutEvent, StartEvent, encode
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import OPEN
 from megaflow_hpc.rundir.pods.condenser import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.operations import counted
@@ -122,3 +124,27 @@ def test_of_a_run_too_large_to_be_read_whole_what_failed_and_what_ends_from_now_
         assert later.status["rollouts"]["failed"] == 1
         listed.append([(len(seen.rollouts), seen.unlisted) for seen in (first, later)])
     assert listed == [[(21, 0), (22, 0)], [(2, 20), (3, 20)]]
+
+
+def test_rollouts_that_end_twice_are_not_more_than_there_are(run: RunDir) -> None:
+    write_run(run, RunRecord(campaign={"name": "x"}, total=4))
+    consumer = run.path / OPEN / "trainer"
+    consumer.parent.mkdir()
+    consumer.touch()
+    Ledger(run, PodIdentity("7_0", "1")).register()
+    for start in ("0", "1"):  # the node of the first was taken for lost, and it lived
+        for number in range(3):
+            said = {"t": time.time() - 9 + number, "event": "rollout", "id": f"t/p/{number}", "status": "completed"}
+            with open(run.event_file("7_0", start), "a") as file:
+                file.write(json.dumps(said) + "\n")
+    with open(run.event_file("7_0", "1"), "ab") as raw:
+        raw.write(encode(PodEvent(t=time.time(), state="started", job_id="7_0")))
+        raw.write(encode(StartEvent(t=time.time(), id="t/p/3", rank=1, attempt=0)))
+    status = Monitor(run).status(live_jobs=["7_0"])
+    assert (status["rollouts"]["completed"], status["rollouts"]["total"]) == (4, 4)
+    assert status["eta_s"] == 0
+    assert status["state"] == "running", "one of them runs"
+    with open(run.event_file("7_0", "1"), "ab") as raw:
+        raw.write(encode(RolloutEvent(t=time.time(), id="t/p/3", status="failed", kind="model")))
+    status = Monitor(run).status(live_jobs=["7_0"])
+    assert (status["rollouts"]["completed"], status["rollouts"]["failed"], status["state"]) == (3, 1, "waiting")

@@ -31,7 +31,7 @@ SUFFIX = ".summary"
 DIGEST = 8
 """Bytes that stand for the id of a rollout: of ten million, two are alike once in 400,000 campaigns."""
 ENDED_WELL = ("completed", "truncated")
-"""With these a rollout has ended for good; it is not run again."""
+"""With these a rollout has ended for good: nobody who knows of it runs it again."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True):
