@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megaflow_hpc.rundir.events import EventReader, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
@@ -41,13 +43,14 @@ def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, P
         first = min(events, key=lambda event: event.t)
         place = places.get(first.id)
         log = pod_log(run, place.pod) if place else None
-        error = first.error or (_error(run, first, place.pod) if place else "")
+        error = first.error or (_error(run.events, place.pod, first.id, first.t) if place else "")
         listed.append(Cause(kind, len(events), first.id, error, str(log or "")))
     return listed
 
 
-def _error(run: RunDir, failed: RolloutEvent, pod: str) -> str:
-    """Looks up an error that a summary of the pod's events has left out."""
-    reader: EventReader[RolloutEvent] = EventReader(run.events, "rollout", failed.id)
-    told = (event for _, events in reader.read([pod]) for event in events if isinstance(event, RolloutEvent))
-    return next((event.error for event in told if event.t == failed.t), "")
+@functools.lru_cache(256)
+def _error(events: Path, pod: str, rollout: str, t: float) -> str:
+    """Looks up an error that a summary of the pod's events has left out; once, since all of them are read for it."""
+    reader: EventReader[RolloutEvent] = EventReader(events, "rollout", rollout)
+    told = (event for _, found in reader.read([pod]) for event in found if isinstance(event, RolloutEvent))
+    return next((event.error for event in told if event.t == t), "")

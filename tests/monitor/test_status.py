@@ -148,3 +148,16 @@ def test_rollouts_that_end_twice_are_not_more_than_there_are(run: RunDir) -> Non
         raw.write(encode(RolloutEvent(t=time.time(), id="t/p/3", status="failed", kind="model")))
     status = Monitor(run).status(live_jobs=["7_0"])
     assert (status["rollouts"]["completed"], status["rollouts"]["failed"], status["state"]) == (3, 1, "waiting")
+
+
+def test_an_error_that_is_nowhere_is_not_looked_for_at_every_look(run: RunDir) -> None:
+    path = run.event_file("7_0", "0")
+    began = StartEvent(t=1.0, id="t/p/0", rank=1, attempt=0)
+    failed = RolloutEvent(t=2.0, id="t/p/0", status="failed", kind="x")
+    path.write_bytes(encode(began) + encode(failed) + b"{}\n" * 200_000)
+    monitor = Monitor(run)
+    assert monitor.status()["first_failures"][0]["error"] == ""
+    before = int(Path("/proc/self/io").read_text().split()[1])
+    for _ in range(3):
+        monitor.status()
+    assert int(Path("/proc/self/io").read_text().split()[1]) - before < path.stat().st_size / 2
