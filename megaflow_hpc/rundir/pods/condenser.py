@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from megaflow_hpc.rundir.events import (
@@ -34,6 +35,8 @@ LAST_TAIL = 4 << 10
 """The same where the pod ends."""
 PIECE = 256 << 10
 """Bytes of events that are read at once; the thread has other work."""
+LONGEST = 2 << 20
+"""Bytes of a line that are looked at together; a longer one is no event of a rollout, and is skipped."""
 LAST_PIECES = 16
 """So many of them are read when the pod ends; it is awaited."""
 SHARE = 50
@@ -52,6 +55,8 @@ class Condenser:
         self._workers: list[tuple[int, AnyEvent]] = []
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
         """Rollout that has not ended → its events."""
+        self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
+        """Rollout that has ended badly → its failed attempts, of which who runs it again wants to know."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -81,12 +86,15 @@ class Condenser:
                 self._end(event)
 
     def _end(self, event: RolloutEvent) -> None:
-        self._open.pop(event.id, None)
+        told = self._open.pop(event.id, [])
         self._recent[int(event.t)] += 1
         if event.status not in ENDED_WELL:
             self._bad[event.id] = event
+            if attempts := [one for one in told if isinstance(one[1], AttemptEvent)]:
+                self._attempts.setdefault(event.id, []).extend(attempts)
             return
         self._bad.pop(event.id, None)
+        self._attempts.pop(event.id, None)
         self._running.forget(event.id)
         policy = policy_of(event.id)
         self._well.setdefault(policy, Counter())[event.status] += 1
@@ -96,7 +104,7 @@ class Condenser:
 
     def summary(self, covers: int) -> Summary:
         """Returns what the events amount to, which are the first ``covers`` bytes of their file."""
-        kept = [*self._workers, *(event for events in self._open.values() for event in events)]
+        kept = [*self._workers, *chain(*self._open.values(), *self._attempts.values())]
         kept += [event for event in (self._pod, self._progress) if event is not None]
         self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
         return Summary(
@@ -152,8 +160,10 @@ class SummaryWriter:
         self._condenser = Condenser()
         self._covered = self._written = 0
         """Bytes of events that the condenser has taken in, and those that the summary on the disk covers."""
+        self._unended = 0
+        """Bytes behind the covered ones that were read and end no line."""
         self._size = 0
-        """Bytes of that."""
+        """Bytes of that summary."""
         self._look_at = clock() + LOOK_S
         self._write_at = clock() + EVERY_S
         self._descriptor = -1
@@ -181,17 +191,26 @@ class SummaryWriter:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _take_in(self) -> int:
-        """Returns how many bytes it took in."""
+    def _take_in(self) -> bool:
+        """Returns whether it came further."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        data = os.pread(self._descriptor, PIECE, self._covered)
+        data = os.pread(self._descriptor, PIECE, self._covered + self._unended)
         end = data.rfind(b"\n") + 1
-        for line in data[:end].splitlines():
+        if not end:
+            long = len(data) == PIECE  # a long line, or a hole that a crash has left
+            self._unended += PIECE * long
+            return long
+        end += self._unended
+        if self._unended > LONGEST:
+            data = data[data.index(b"\n") + 1 :]
+        elif self._unended:
+            data = os.pread(self._descriptor, end, self._covered)
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
             if (event := decode(line)) is not None:
                 self._condenser.apply(event)
-        self._covered += end
-        return end
+        self._covered, self._unended = self._covered + end, 0
+        return True
 
     def _write(self) -> None:
         self._size = files.write(self._path, self._condenser.summary(self._covered))

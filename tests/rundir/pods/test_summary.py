@@ -15,10 +15,19 @@ import pytest
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.histories import Histories
-from megaflow_hpc.rundir.events import AttemptEvent, EventWriter, PodEvent, RolloutEvent, StartEvent, decode, encode
+from megaflow_hpc.rundir.events import (
+    AttemptEvent,
+    EndpointsEvent,
+    EventWriter,
+    PodEvent,
+    RolloutEvent,
+    StartEvent,
+    decode,
+    encode,
+)
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.condenser import EVERY_S, TAIL, Condenser, SummaryWriter
+from megaflow_hpc.rundir.pods.condenser import EVERY_S, LONGEST, PIECE, TAIL, Condenser, SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.histories import History
 from tests.support.ledgers import Clock
@@ -63,9 +72,18 @@ def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
         **told,
         "places": places,
         "at_work": sorted(monitor.at_work()),
-        "stored": monitor.stored,
         "badly": sorted((event.id, event.status, event.kind, event.t, event.turns) for event in badly),
     }
+
+
+def left_behind(run: RunDir) -> dict[str, Any]:
+    """What whoever takes all pods' blocks over hears of the rollouts that have not ended well."""
+    events = [decode(line) for path in run.events.glob("*.jsonl") for line in path.read_bytes().splitlines()]
+    well = {event.id for event in events if isinstance(event, RolloutEvent) and event.status in summary.ENDED_WELL}
+    known = Histories(run)
+    known.look_at_events(sorted(path.stem for path in run.events.glob("*.jsonl")))
+    failed = {event.id for event in events if isinstance(event, AttemptEvent)}
+    return {rollout: known.take(rollout) for rollout in sorted(failed - well)}
 
 
 def cut(events: Path, draw: random.Random) -> int:
@@ -83,9 +101,11 @@ def test_a_status_is_the_same_with_summaries_wherever_they_end(run: RunDir, seed
     without, rate = said(run), Monitor(run).status()["rate_per_s"]
     assert sum(without["rollouts"][state] for state in ("completed", "truncated", "failed")) > 50
     assert said(run, listed=True) == without
+    behind = left_behind(run)
     for events in sorted(run.events.glob("*.jsonl")):
         condense(events, cut(events, draw))
     assert said(run) == without
+    assert left_behind(run) == behind
     assert Monitor(run).status()["rate_per_s"] == pytest.approx(rate, rel=0.5)  # the looks are some time apart
     for events in sorted(run.events.glob("*.jsonl")):
         whole = condense(events, cut(events, draw))
@@ -209,18 +229,36 @@ def test_a_successor_hears_of_failures_that_only_a_summary_covers(run: RunDir) -
     path = run.event_file("a", "0")
     events = EventWriter(path)
     events.write(PodEvent(state="started"))
-    for number in range(3):
+    for number in range(4):
         for attempt in range(2):
             events.write(StartEvent(id=f"t{number}/p/0", rank=1, attempt=attempt))
             events.write(AttemptEvent(id=f"t{number}/p/0", attempt=attempt, kind="model", error="none", rank=1))
     events.write(RolloutEvent(id="t2/p/0", status="completed"))
+    events.write(RolloutEvent(id="t3/p/0", status="failed", kind="model"))  # and its block is run again
     events.close()
     told = []
     for covered in (0, path.stat().st_size):
         condense(path, covered)
         known = Histories(run)
         known.look_at_events(["a.0"])
-        told.append([known.take("t0/p/0"), known.take("t1/p/0")])
+        told.append([known.take(f"t{number}/p/0") for number in (0, 1, 3)])
     assert told[0] == told[1]
-    assert told[1][0] is not None
-    assert (told[1][0].causes, told[1][0].next_attempt) == (["model", "model"], 2)
+    for history in told[1]:
+        assert history is not None
+        assert (history.causes, history.next_attempt) == (["model", "model"], 2)
+
+
+@pytest.mark.parametrize("size", [PIECE + 100, LONGEST + 2 * PIECE])
+def test_a_line_longer_than_a_piece_stops_no_summary(run: RunDir, size: int) -> None:
+    path = run.event_file("a", "0")
+    told = EndpointsEvent(t=1.0, servers=["x" * size])
+    ends = [RolloutEvent(t=float(n), id=f"t{n}/p/0", status="completed") for n in range(200)]
+    for long in (encode(told), b"\0" * size + encode(ends[0])):
+        path.write_bytes(encode(ends[1]) + long + b"".join(encode(event) for event in ends[2:]))
+        SummaryWriter(path).finish()
+        found = summary.read(path)
+        assert found is not None
+        assert found.covers > path.stat().st_size - PIECE
+        with_it = said(run)
+        summary.path_of(path).unlink()
+        assert with_it == said(run)
