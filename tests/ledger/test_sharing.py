@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from itertools import groupby
@@ -12,6 +13,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.local import LocalPod
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
+from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.run_io import RunIo
@@ -100,6 +102,26 @@ def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: R
     blind = Pod(run, "c").claim()
     assert blind is not None
     assert blind.upcoming == ()
+
+
+def test_a_claim_stands_where_what_comes_next_cannot_be_read(run: RunDir) -> None:
+    class Away(AnyTasks):
+        """The file of tasks cannot be read but for the first that is asked for."""
+
+        def __missing__(self, task: str) -> PlannedTask:
+            if self:
+                raise OSError(errno.EIO, "Input/output error")
+            self[task] = super().__missing__(task)
+            return self[task]
+
+    write_blocks(run, rollouts(30), size=1)
+    ledger = Ledger(run, PodIdentity("a", "0"))
+    ledger.register()
+    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file("a", "0")), StoredRollouts(run), Away(), ahead=4)
+    claimed = blocks.claim()
+    assert claimed is not None
+    assert (len(claimed.rollouts), claimed.upcoming) == (1, ())
+    assert len(blocks) == 1
 
 
 def test_a_pod_does_not_look_beyond_large_blocks(run: RunDir) -> None:

@@ -213,11 +213,14 @@ class BlockLookahead:
         """Tasks of the picked blocks, each once."""
 
     def claimed(self, rollouts: int) -> None:
-        """Picks among the free blocks anew, after a block of so many rollouts was claimed. Raises OSError."""
+        """Picks among the free blocks anew, after a block of so many rollouts was claimed.
+
+        A block of which something cannot be read now is left out: an error would cost the claim.
+        """
         free = self._ledger.free if rollouts <= SMALL and self._count else []
         self._picked = {block: tasks for block, tasks in self._picked.items() if block in free}
         for block in self._more(free):
-            with suppress(LedgerError):  # not to be read yet: another look will
+            with suppress(LedgerError, OSError):  # not to be read yet: another look will
                 self._picked[block] = planned(self._tasks, read_block(self._run, block).rollouts)
         self._ledger.prefer(self._picked)
         self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
