@@ -13,7 +13,7 @@ from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.live import Asked, PodActivity
-from megaflow_hpc.trajectories.journal.headings import Heading
+from megaflow_hpc.trajectories.journal.headings import HeadingFields
 from megaflow_hpc.types import Rollout
 
 # --- requests ---
@@ -27,10 +27,10 @@ class PendingResult(NamedTuple):
     epoch: int
     record: bytes
 
-    def to_append(self) -> tuple[bytes, Heading]:
+    def to_append(self) -> tuple[bytes, HeadingFields]:
         """Returns the journal's record and its heading."""
         said = self.outcome
-        return self.record, Heading(said.id, said.status, self.epoch, said.attempt, self.block)
+        return self.record, (said.id, said.status, self.epoch, said.attempt, self.block)
 
 
 @dataclass(frozen=True)

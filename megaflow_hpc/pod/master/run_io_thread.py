@@ -58,7 +58,7 @@ from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Viewers
 from megaflow_hpc.rundir.pods.condenser import SummaryWriter
-from megaflow_hpc.trajectories.journal.headings import Heading
+from megaflow_hpc.trajectories.journal.headings import HeadingFields
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
@@ -73,7 +73,7 @@ RETRY_S = 1.0
 class Journal(Protocol):
     """What the thread needs of a :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter`."""
 
-    def append(self, record: bytes, heading: Heading) -> int:
+    def append(self, record: bytes, heading: HeadingFields) -> int:
         """Takes a record and its heading; what the disk refuses is kept for the next call. Raises OSError."""
 
     def commit(self) -> object:

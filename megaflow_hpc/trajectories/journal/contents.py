@@ -27,6 +27,7 @@ from typing import BinaryIO, NamedTuple
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.trajectories.journal.checks import heading_in
 from megaflow_hpc.trajectories.journal.frames import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -54,6 +55,10 @@ class Listed(NamedTuple):
     """Logical offset behind it."""
     size: int
     """Bytes of its frame."""
+
+
+ListedFields = tuple[int, int, str, str, int, int, int]
+"""A :class:`Listed` as it is written: end, size, and the fields of the heading."""
 
 
 class Contents(NamedTuple):
@@ -90,7 +95,7 @@ class ContentsWriter:
         self._written = 0
         self._covered = 0
 
-    def add(self, part: int, base: int, end: int, records: Sequence[Listed]) -> None:
+    def add(self, part: int, base: int, end: int, records: Sequence[ListedFields]) -> None:
         """Notes records that are durable. Never raises OSError.
 
         Args:
@@ -101,7 +106,7 @@ class ContentsWriter:
         if self._given_up or not records:
             return
         content = {"kind": "contents", "part": part, "base": base, "start": self._covered, "end": end}
-        payload = pack_record({**content, "records": [[each.end, each.size, *each.heading] for each in records]})
+        payload = pack_record({**content, "records": records})
         try:
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -188,8 +193,6 @@ def _agreed_size(contents: Contents, path: Path, file: BinaryIO, salt: bytes) ->
 
     The part has to be as long as its table says, and to hold the last record of it where it says.
     """
-    from megaflow_hpc.trajectories.journal.checks import heading_in  # needs NumPy, which appending does not
-
     last, size = contents.records[-1], os.fstat(file.fileno()).st_size
     start = last.end - last.size - contents.base
     if start < HEADER_SIZE or size < contents.covered - contents.base:

@@ -14,6 +14,10 @@ HEAD_BYTES = 4096
 """Bytes of a record within which its deciding fields lie, where a pod has written it."""
 
 
+HeadingFields = tuple[str, str, int, int, int]
+"""A :class:`Heading` without its names, which whoever writes one for each record does without."""
+
+
 class Heading(NamedTuple):
     """The fields of a trajectory's record that decide over winners."""
 

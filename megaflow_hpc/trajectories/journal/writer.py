@@ -27,7 +27,8 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
-from megaflow_hpc.trajectories.journal.contents import ContentsWriter, Listed
+from megaflow_hpc.trajectories.journal.checks import heading_in
+from megaflow_hpc.trajectories.journal.contents import ContentsWriter, ListedFields
 from megaflow_hpc.trajectories.journal.frames import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -38,7 +39,7 @@ from megaflow_hpc.trajectories.journal.frames import (
     read_frames,
     unpack_record,
 )
-from megaflow_hpc.trajectories.journal.headings import Heading
+from megaflow_hpc.trajectories.journal.headings import HeadingFields
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class JournalWriter:
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._contents = ContentsWriter(self.path, self._salt)
-        self._listed: list[Listed] = []
+        self._listed: list[ListedFields] = []
         """Records that are not durable yet."""
 
     @property
@@ -110,11 +111,12 @@ class JournalWriter:
         """The path of the part being written."""
         return part_path(self.path, self._part)
 
-    def append(self, record: bytes | Mapping[str, Any], heading: Heading | None = None) -> int:
+    def append(self, record: bytes | Mapping[str, Any], heading: HeadingFields | None = None) -> int:
         """Adds one record, as a map or as the bytes :func:`pack_record` made of one; not durable before ``commit``.
 
         Args:
-            heading: of the record, where the caller knows it: looking for it takes some time.
+            heading: of the record (id, status, epoch, attempt, block), where the caller knows it: looking for it takes
+                some time.
 
         Returns:
             The logical offset behind it, comparable with ``committed`` and with a seal.
@@ -135,7 +137,7 @@ class JournalWriter:
         self._pending_bytes += FRAME_SIZE + len(payload)
         end = self.length
         if heading := heading or _heading_of(payload):
-            self._listed.append(Listed(heading, end, FRAME_SIZE + len(payload)))
+            self._listed.append((end, FRAME_SIZE + len(payload), *heading))
         if self._pending_bytes >= _WRITE_BUFFER:
             self._write()
         return end
@@ -222,10 +224,8 @@ class JournalWriter:
             self._on_rotate(finished)
 
 
-def _heading_of(payload: bytes) -> Heading | None:
+def _heading_of(payload: bytes) -> HeadingFields | None:
     """Returns the heading of a record, or none as for whoever reads the journal."""
-    from megaflow_hpc.trajectories.journal.checks import heading_in  # needs NumPy
-
     try:
         return heading_in(payload)
     except (KeyError, TypeError, ValueError):
