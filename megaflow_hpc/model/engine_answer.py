@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from megaflow_hpc.model.json_pieces import TooMuch
 from megaflow_hpc.texts import containers_at
 
 MAX_TEXT = 8 * 2**20
@@ -102,14 +103,14 @@ def check_size(reply: Mapping[str, Any], size: int) -> None:
         size: Bytes that the engine sent.
 
     Raises:
-        ValueError: It is.
+        ValueError: It is; :class:`~megaflow_hpc.model.json_pieces.TooMuch` for its texts.
     """
     if containers_at(reply, DEPTH):
         raise ValueError(f"nested more than {DEPTH} deep")
     if size > MAX_TEXT:
         told = [{k: v for k, v in choice.items() if k != "logprobs"} for choice in reply["choices"]]
         if sum(map(len, _texts(told))) > MAX_TEXT:
-            raise ValueError(f"texts of more than {MAX_TEXT >> 20} million characters")
+            raise TooMuch(f"texts of more than {MAX_TEXT >> 20} million characters")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -30,6 +30,8 @@ SMALL_ANSWER = 2**20
 """Bytes of a body that are taken in without a place."""
 _MAX_SENT = MAX_ANSWER + MAX_ANSWER // 8
 """Bytes as they are sent: a body in chunks of a byte is six times as long."""
+PLACE_S = 120.0
+"""Seconds that a large answer waits for its place: the server that sends it has others to serve."""
 _MAX_HEAD, _MAX_HEADERS = 64 * 2**10, 256
 Place = Callable[[], Awaitable[None]]
 """Waits until a large answer may be taken in."""
@@ -41,6 +43,10 @@ class Broken(Exception):
 
 class TooLong(Broken):
     """The answer's body is longer than :data:`MAX_ANSWER`: the request may be at fault."""
+
+
+class Crowded(Broken):
+    """A large answer found no place within :data:`PLACE_S`."""
 
 
 @dataclass
@@ -180,7 +186,11 @@ class _Exchange(asyncio.Protocol):
         """Waits for a place, and then for the rest of a large answer."""
         assert place is not None
         try:
-            await place()
+            async with asyncio.timeout(PLACE_S):
+                await place()
+        except TimeoutError:
+            self.close()
+            raise Crowded("other large answers of this rollout are not taken by its agent") from None
         except BaseException:
             self.close()
             raise
@@ -239,6 +249,7 @@ class Connections:
 
         Raises:
             TooLong: The answer has more than :data:`MAX_ANSWER` bytes.
+            Crowded: It found no place.
             Broken: There is no whole answer.
         """
         parts = urlsplit(url)

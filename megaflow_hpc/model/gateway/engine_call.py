@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-from megaflow_hpc.model.api import CHAT, WEIGHT_VERSION
+from megaflow_hpc.model.api import CHAT, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.aside import aside
-from megaflow_hpc.model.gateway.connection import Broken, Connections, Place, TooLong
+from megaflow_hpc.model.gateway.connection import Broken, Connections, Crowded, Place, TooLong
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
 from megaflow_hpc.model.json_pieces import TooMuch
@@ -71,12 +71,14 @@ async def post(
     timeout_s: float,
     size: int = 0,
     place: Place | None = None,
+    by_request: bool = False,
 ) -> Reply:
     """Posts one JSON request to ``server`` and returns its answer.
 
     Args:
         size: Bytes of what the agent asked, by which the request is known to be large.
         place: Awaited before a large answer is taken in.
+        by_request: Whether the agent's request is one to which answers may be larger than can be taken in.
 
     Raises:
         Refused: The request is at fault.
@@ -94,7 +96,9 @@ async def post(
             place=place,
         )
     except TooLong as error:
-        raise Doubtful(f"{server.name}: {error}", again=False, by_request=multiplied(body)) from error
+        raise Doubtful(f"{server.name}: {error}", again=False, by_request=by_request) from error
+    except Crowded as error:
+        raise Doubtful(str(error), again=False, by_request=True) from error
     except Broken as error:
         raise Unavailable(f"{server.name}: {error}") from error
     raw, status = response.body, response.status
@@ -110,7 +114,7 @@ async def post(
         found = await aside(len(raw), decoded, raw, ANSWER)
     except TooMuch as error:
         said = f"{server.name}: the answer holds {error}"
-        raise Doubtful(said, again=False, by_request=multiplied(body)) from error
+        raise Doubtful(said, again=False, by_request=by_request) from error
     except (ValueError, RecursionError) as error:
         raise Unavailable(f"{server.name}: the answer is not JSON: {bytes(raw[:100])!r}") from error
     if not isinstance(found, dict):
@@ -131,7 +135,7 @@ def weight_version(text: Any) -> int | None:
 def choices(body: Mapping[str, Any]) -> int:
     """Returns how many answers a request asks for at once: of a plain completion, some to each prompt."""
     prompts, each = body.get("prompt"), body.get("n") or 1
-    return each * len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], str | list) else each
+    return each * len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else each
 
 
 def multiplied(body: Mapping[str, Any]) -> bool:
@@ -180,8 +184,9 @@ class Call(NamedTuple):
 
     async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
         """Posts one JSON request of the call, which has ``size`` bytes of an answer; raises as :func:`post` does."""
-        size = max(self.size, size)
-        return await post(self.connections, self.server, path, body, self.timeout_s, size, self.place)
+        place = None if path == RENDER else self.place  # a rendered prompt is as long as the prompt that was let in
+        larger, asked = max(self.size, size), multiplied(self.body)
+        return await post(self.connections, self.server, path, body, self.timeout_s, larger, place, asked)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
         """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -17,6 +18,8 @@ MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
 """Types of errors that a client's retries do not help against."""
+TAKEN_S = 60.0
+"""Seconds in which an agent has to take an answer: others of its rollout may wait for that."""
 TOO_MANY = "too_many_connections"
 MAX_BODY = 64 * 2**20
 """Bytes of one request's body."""
@@ -54,12 +57,23 @@ async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]
     parts = await aside(size, lambda: encoded(body()))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     response.content_length = sum(map(len, parts))
-    with contextlib.suppress(ConnectionResetError):  # the agent has left: there is nobody to tell
+    async with taken(request):
         await response.prepare(request)
         for part in parts:
             await response.write(part)
         await response.write_eof()
     return response
+
+
+@asynccontextmanager
+async def taken(request: web.BaseRequest) -> AsyncIterator[None]:
+    """Ends the connection of an agent that has left, or does not take within :data:`TAKEN_S` what is written inside."""
+    try:
+        async with asyncio.timeout(TAKEN_S):
+            yield
+    except (TimeoutError, ConnectionResetError):  # there is nobody to tell
+        if request.transport is not None:
+            request.transport.abort()
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:

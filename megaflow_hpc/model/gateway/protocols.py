@@ -31,8 +31,9 @@ from typing import Any, TypeVar
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.engine_answer import check, check_size, ids, scores
-from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Reply, weight_version
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Reply, multiplied, weight_version
 from megaflow_hpc.model.gateway.recorder import Sample
+from megaflow_hpc.model.json_pieces import TooMuch
 
 T = TypeVar("T")
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
@@ -179,7 +180,8 @@ async def _read(call: Call, reply: Reply, wrong: str, read: Callable[..., T], *a
     try:
         return await aside(reply.size, read, *args)
     except _WRONG as error:
-        raise Doubtful(f"{call.server.name}: {wrong} ({error!r})"[:_SAID], again=False) from error
+        why, asked = f"{call.server.name}: {wrong} ({error!r})", isinstance(error, TooMuch) and multiplied(call.body)
+        raise Doubtful(why[:_SAID], again=False, by_request=asked) from error
 
 
 async def count(call: Call) -> int:

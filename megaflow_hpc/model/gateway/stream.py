@@ -16,6 +16,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway.dialects import Event
+from megaflow_hpc.model.gateway.http_messages import taken
 from megaflow_hpc.model.gateway.protocols import Answer
 from megaflow_hpc.model.json_text import LARGE, encoded, packed
 
@@ -55,11 +56,12 @@ async def send(
                 if not response.prepared:
                     raise
                 parts = [encode(*failed(error))]
-            if not response.prepared:
-                await response.prepare(request)
-            for part in parts:
-                await response.write(part)
-            await response.write_eof()
+            async with taken(request):
+                if not response.prepared:
+                    await response.prepare(request)
+                for part in parts:
+                    await response.write(part)
+                await response.write_eof()
         return response
     finally:
         work.cancel()
