@@ -201,7 +201,8 @@ def _mpi_probe() -> Iterator[Finding]:
     yield Finding("mpi probe", "ok", f"two ranks in one world by --mpi={plugin}, {world.library}")
     if plugin != plugins[0]:
         remedy = f"export MEGAFLOW_MPI={plugin}"
-        yield Finding("mpi probe", "warn", f"--mpi={plugins[0]} does not work here: each pod tries it first", remedy)
+        said = f"--mpi={plugins[0]} does not work here: the first pods of a run try it first"
+        yield Finding("mpi probe", "warn", said, remedy)
     yield _lost_rank({name: found.outlives for name, found in worlds.items()})
     if world.asks:
         yield Finding("from jobs", "ok", "Slurm answers on compute nodes: pods can requeue and scale")

@@ -66,7 +66,9 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
         return job
     parts = [options, *(options | {option_name(n): v for n, v in engine.items()} for engine in job.engines)]
     times = [time for part in parts if (time := asked_time(part, unasked_s)) is not None]
-    return replace(job, options={**job.options, "time": min(times, key=int)}) if times else job
+    if not times:
+        return job
+    return replace(job, options={**job.options, "time": min(times, key=lambda time: seconds(time) or math.inf)})
 
 
 def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> str | None:

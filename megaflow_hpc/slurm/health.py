@@ -90,8 +90,11 @@ world = MPI.COMM_WORLD
 world.Set_errhandler(MPI.ERRORS_RETURN)
 print("ranks", world.allreduce(1), MPI.Get_library_version().splitlines()[0].strip(), flush=True)
 if world.rank == 0:
-    asked = subprocess.run(["squeue", "-h", "--me"], capture_output=True)
-    print("asked", asked.returncode, flush=True)
+    try:
+        asked = subprocess.run(["squeue", "-h", "--me"], capture_output=True, timeout=20).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        asked = 1
+    print("asked", asked, flush=True)
 world.Barrier()
 if world.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -112,7 +115,7 @@ def try_world(plugin: str) -> World:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=site.ASK_S, check=False)
     except subprocess.TimeoutExpired:
-        return World(f"two ranks have not come and gone in {site.ASK_S:.0f} s")
+        return World(f"two ranks have not come and gone in {site.ASK_S:.0f} s, in which they may have waited for cpus")
     ranks = [line for line in done.stdout.splitlines() if line.startswith("ranks ")]
     if [line for line in ranks if line.startswith("ranks 1 ")]:
         return World("worlds of one rank each")

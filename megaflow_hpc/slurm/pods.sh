@@ -41,9 +41,11 @@ unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
 
 # Which type of srun --mpi this MPI speaks is certain once its ranks have found each other. Of several the next is tried
 # until they do; a later start begins with what worked.
-known="$RUN/ledger/mpi@CLUSTER@"
+known="$RUN/ledger/mpi@CLUSTER@" why="$MEGAFLOW_POD_DIR/why" log=$(readlink /proc/$$/fd/1) seen=
 case $MEGAFLOW_MPI in *' '*) MEGAFLOW_MPI="$(cat "$known" 2>/dev/null) $MEGAFLOW_MPI" ;; esac
 for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
+    case "$seen " in *" $MEGAFLOW_MPI "*) continue ;; esac
+    seen="$seen $MEGAFLOW_MPI"
     # One srun per pod. A lost rank does not end the others; srun does not inherit --cpus-per-task. --export: whatever the
     # job was queued with, the ranks need what stands above.
     srun --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill --label \
@@ -60,6 +62,9 @@ for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
     fi
     [ "${near:-no}" = no ] || break
     tried=yes
+    # The first that fails otherwise than by ranks which do not find each other tells more than those after it.
+    [ -e "$why" ] || tail -c 4000 "$log" 2>/dev/null | grep "pod: MPI sees" >/dev/null ||
+        { echo "$(uname -n) $status $log" && tail -c 4000 "$log"; } 2>/dev/null >"$why"
     echo "no world of ranks by srun --mpi=$MEGAFLOW_MPI (srun exit status $status)"
 done
 
@@ -73,10 +78,9 @@ fi
 if [ "$state" = lost ]; then
     "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
     if [ ! -e "$RUN/ledger/leases/$MEGAFLOW_POD.$MEGAFLOW_START" ]; then # rank 0 did not get as far as to its lease
-        log=$(readlink /proc/$$/fd/1)
         mkdir -p "$RUN/ledger/unstarted"
-        { echo "$(uname -n) $status $log"; tail -c 4000 "$log"; } 2>/dev/null >"$MEGAFLOW_POD_DIR/unstarted"
-        cp "$MEGAFLOW_POD_DIR/unstarted" "$RUN/ledger/unstarted/.$MEGAFLOW_POD" &&
+        [ -e "$why" ] || { echo "$(uname -n) $status $log" && tail -c 4000 "$log"; } 2>/dev/null >"$why"
+        cp "$why" "$RUN/ledger/unstarted/.$MEGAFLOW_POD" &&
             mv "$RUN/ledger/unstarted/.$MEGAFLOW_POD" "$RUN/ledger/unstarted/$MEGAFLOW_POD"
     fi
 fi

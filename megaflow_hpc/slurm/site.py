@@ -125,8 +125,8 @@ def mpi_plugins() -> tuple[str, ...]:
     Raises:
         SiteError: srun offers none of those known.
     """
-    if chosen := os.environ.get("MEGAFLOW_MPI"):
-        return tuple(chosen.split())
+    if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
+        return tuple(chosen)
     done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]
@@ -138,7 +138,12 @@ def mpi_plugins() -> tuple[str, ...]:
 
 
 def mpi_attempts() -> str:
-    """Returns the types that a pod tries, with blanks between: the first of each kind (pmix loads pmix_v4)."""
+    """Returns the types that a pod tries, with blanks between: the first of each kind (pmix loads pmix_v4).
+
+    Those of ``MEGAFLOW_MPI`` are tried as they are.
+    """
+    if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
+        return " ".join(chosen)
     first = {plugin.partition("_")[0]: plugin for plugin in reversed(mpi_plugins())}
     return " ".join(plugin for plugin in mpi_plugins() if plugin in first.values())
 

@@ -389,6 +389,12 @@ ASSOC = "lab|proj|ada|||||||||normal\nlab|short|ada||||||||20:00|normal\n"
 NORMAL_AND_BRIEF = "normal||||||||||||\nbrief|DenyOnLimit|||||||||||00:10:00\nlong||||||||||||2-00:00:00\n"
 
 
+def test_a_job_with_engines_beside_it_has_the_shortest_of_the_times_that_they_name() -> None:
+    engines = [{"time": "2:00:00"}, {"time": "90"}, {"time": "1-0"}]
+    job = script.Job("pods", {"partition": "cpu"}, engines=engines)
+    assert fits.timed(job).options["time"] == "90"
+
+
 def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_default_is_more(
     prints: Print, tmp_path: Path
 ) -> None:
