@@ -87,7 +87,7 @@ class Master:
         self._ranks = Ranks(pod.comm)
         self._results = Results(pod, self.scheduler, self._io, self._ranks, self._estimates, self._drain)
         self._dispatch = Dispatch(pod, self.scheduler, self._io, self._results, self._estimates)
-        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups, lambda rollouts: None)
+        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups)
         self.scheduler.waiting = set(pod.servers)
         self._endpoints: list[dict[str, Any]] = []
         """The decoded endpoint files, as they were listed last."""

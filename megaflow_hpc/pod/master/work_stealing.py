@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
 
 from megaflow_hpc.ledger.blocks import MAX_BLOCK
 from megaflow_hpc.pod.master.run_io import RunIo
@@ -44,11 +43,8 @@ def share_of(waiting: int, slots: int, wanted: int) -> int:
 class WorkStealing:
     """Requests work for idle slots, and answers the requests of others."""
 
-    def __init__(
-        self, io: RunIo, scheduler: Scheduler, groups: Groups, dropped: Callable[[Iterable[str]], None]
-    ) -> None:
-        """``dropped``: is told the rollouts that were handed off."""
-        self._io, self._scheduler, self._groups, self._dropped = io, scheduler, groups, dropped
+    def __init__(self, io: RunIo, scheduler: Scheduler, groups: Groups) -> None:
+        self._io, self._scheduler, self._groups = io, scheduler, groups
         self._without_work_since: float | None = None
         self._requested = False
         self._requested_at = self._looked_at = -SELDOM_S
@@ -107,5 +103,4 @@ class WorkStealing:
         for work in going:
             scheduler.drop(work.rollout.id)
         if going:
-            self._dropped(work.rollout.id for work in going)
             self._io.hand_off([(work.block, work.rollout) for work in going], min(MAX_BLOCK, wanted))
