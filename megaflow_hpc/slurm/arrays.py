@@ -194,10 +194,10 @@ class Arrays:
         """
         known = set(self.ids())
         for cluster in clusters:
-            output = site.ask("squeue", *on(cluster), "-h", "--me", f"--name={name}", "-o", "%F|%k")
+            output = site.ask("squeue", *on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
             for line in output.splitlines():
-                first, _, comment = line.partition("|")
-                array = named(first, cluster)
+                element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 of a heterogeneous job
+                array = named(element.partition("_")[0].partition("+")[0], cluster)
                 if comment == self.run.path.name and array not in known:
                     known.add(array)
                     self._record(array, _role(self.run, array), None)

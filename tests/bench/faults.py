@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from megaflow_hpc.campaign.run import Run
@@ -97,7 +98,8 @@ class Faults:
         for timer in self._later:
             timer.join()
         for node in site.ask("sinfo", "-h", "-N", "-t", "drain", "-o", "%N").split():
-            site.ask("scontrol", "update", f"nodename={node}", "state=resume")
+            with suppress(SiteError):  # Slurm has opened it by itself meanwhile
+                site.ask("scontrol", "update", f"nodename={node}", "state=resume")
 
     def _after(self, seconds: float, undo: Callable[[], object]) -> None:
         timer = threading.Timer(seconds, undo)

@@ -449,7 +449,8 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     before = files(campaign)
     found = json.loads(megaflow("submit", campaign, "--dry-run", "--like", earlier.path, "--json").stdout)["estimate"]
     assert (found["rollout_s"], found["basis"]) == (0.25, f"as rollouts took in {earlier.path}")
-    size = sum(path.stat().st_size for path in earlier.path.rglob("*") if path.suffix in (".h5", ".journal"))
+    kinds = (".h5", ".journal", ".contents")
+    size = sum(path.stat().st_size for path in earlier.path.rglob("*") if path.suffix in kinds)
     assert found["storage"][0]["bytes"] == pytest.approx(size / 4 * 40)
     assert "--like" in megaflow("submit", campaign, "--dry-run", "--like", tmp_path / "none").stderr
     assert files(campaign) == before

@@ -108,11 +108,11 @@ VALUES = {
     "environment: {nested: perhaps}": "environment.nested 'perhaps': expected true or false",
     "environment: {limits: {cpus: abc}}": "environment.limits.cpus 'abc': expected a number above 0",
     "scheduling: {order: lngest}": "order 'lngest': expected 'fifo', 'longest' or 'fair'; did you mean 'longest'?",
-    "scheduling: {weights: {a: heavy}}": "scheduling.weights.a 'heavy': expected a number",
-    "evaluation: {ks: [1, two]}": "evaluation.ks.1 'two': expected a whole number",
+    "scheduling: {weights: {a: heavy}}": "scheduling.weights.a 'heavy': expected a number above 0",
+    "evaluation: {ks: [1, two]}": "evaluation.ks.1 'two': expected a whole number of at least 1",
     "limits: 3": "limits 3: expected keys such as core_hours: and gpu_hours:",
     "limits: {core_hours: -1}": "limits.core_hours -1: expected a number above 0",
-    "slurm: {pods: {mem_gb: 4G}}": "slurm.pods.mem_gb '4G': expected a number above 0; write the number of GB alone",
+    "slurm: {pods: {mem_gb: 4G}}": "mem_gb '4G': expected a number of at least 0.001; write the number of GB alone",
     "slurm: {setup: 3}": "slurm.setup 3: expected a list",
 }
 """A line of a campaign file → what is said of its value."""

@@ -252,6 +252,7 @@ def test_jobs_without_a_time_ask_for_what_a_qos_allows(make_campaign: Make, tmp_
             assert slurm("squeue", "-h", "-j", one, "-o", "%i %l").split() == [f"{one}+0", "10:00", f"{one}+1", "10:00"]
         finally:
             run.cancel()
+        assert run.job_ids("pods") == [one]  # its second component is no job by itself
         campaign.write_text(right.replace(brief, f"  gather: {{time: 60}}\n{brief}"))
         refused = cli("check", campaign)
         assert refused.returncode == 3

@@ -53,7 +53,7 @@ def prepare(tmp_path: Path, tasks: list[str], **said: Any) -> RunDir:
 
 
 def events(run: RunDir) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in run.events.iterdir() for line in file.read_text().splitlines()]
+    return [json.loads(line) for file in run.events.glob("*.jsonl") for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.gateway import stream
+from megaflow_hpc.model.gateway.protocols import Answer
 from tests.support.backends import proxy_of_script
 from tests.support.serving import in_loop
 
@@ -18,10 +19,10 @@ from tests.support.serving import in_loop
 @in_loop
 async def _left(sent: list[web.StreamResponse]) -> None:
     async def answered(request: web.BaseRequest) -> web.StreamResponse:
-        async def leave() -> dict[str, Any]:
+        async def leave() -> Answer:
             assert request.transport is not None
             request.transport.close()  # as when the peer has gone
-            return {}
+            return Answer({})
 
         sent.append(await stream.send(request, leave(), lambda _: iter([("", "x" * 100_000)]), lambda _: ("", "")))
         return sent[-1]

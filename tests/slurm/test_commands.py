@@ -362,15 +362,16 @@ def test_arrays_hold_all_elements_and_none_is_too_large(count: int, size: int) -
 def test_submissions_of_a_killed_process_are_adopted_by_their_comment(prints: Print, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "small-1")
     run.create()
-    called = prints("squeue", "7|small-1\n7|small-1\n8|small-2\n")
+    called = prints("squeue", "7_[0-2]|small-1\n7_3|small-1\n8|small-2\n9+0|small-1\n9+1|small-1\n")
     prints("scontrol", f"JobId=7 JobName=small UserId=ada(1000) StdOut={run.logs}/server-7_0.log Comment=small-1\n")
     arrays = Arrays(run)
     arrays.adopt("small")
     assert "--name=small" in called.read_text()
-    assert [(record.role, record.id, record.elements) for record in arrays.records()] == [("servers", "7", None)]
+    found = [(record.role, record.id, record.elements) for record in arrays.records()]
+    assert found == [("servers", "7", None), ("servers", "9", None)], "components are no jobs by themselves"
     again = Arrays(run)
     again.adopt("small")
-    assert again.ids("servers") == ["7"]
+    assert again.ids("servers") == ["7", "9"]
 
 
 def test_one_scancel_for_each_cluster(prints: Print) -> None:
