@@ -21,6 +21,8 @@ WIDE = 1.0
 KEPT = 8
 """Observations that all earlier campaigns together are worth, of a task as of a policy."""
 SHORTEST_S = 1e-3
+TASKS = 16_384
+"""Tasks of which what was seen here is kept, those seen first going first: some 7 MB, however many a pod runs."""
 
 
 @dataclass(slots=True)
@@ -55,15 +57,21 @@ class Estimates:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _Seen] = {}
+        """All, each policy, and each task that earlier campaigns tell of."""
+        self._tasks: dict[tuple[str, ...], _Seen] = {}
+        """Policy and task → what was seen here alone."""
 
     def observe(self, task: str, policy: str, seconds: float) -> None:
         """Learns that a rollout of ``task`` under ``policy`` took ``seconds``."""
-        value, levels = math.log(max(seconds, SHORTEST_S)), self._seen
-        for key in ((), (policy,), (policy, task)):
-            seen = levels.get(key)
-            if seen is None:
-                seen = levels[key] = _Seen()
-            seen.add(value)
+        value, of_task = math.log(max(seconds, SHORTEST_S)), (policy, task)
+        for key in ((), (policy,)):
+            self._seen.setdefault(key, _Seen()).add(value)
+        seen = self._of_task(of_task)
+        if seen is None:
+            seen = self._tasks[of_task] = _Seen()
+            if len(self._tasks) > TASKS:
+                del self._tasks[next(iter(self._tasks))]
+        seen.add(value)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
         """Returns the seconds within which ``quantile`` of such rollouts end; ``None`` before anything has ended."""
@@ -71,8 +79,7 @@ class Estimates:
         if whole is None:
             return None
         mean, variance = whole.mean, (whole.squares + PRIOR * WIDE**2) / (whole.n + PRIOR)
-        for key in ((policy,), (policy, task)):
-            seen = self._seen.get(key)
+        for seen in (self._seen.get((policy,)), self._of_task((policy, task))):
             if seen is None:
                 break
             weight = seen.n + PRIOR
@@ -80,6 +87,9 @@ class Estimates:
             variance = (seen.squares + PRIOR * variance + shift**2 * seen.n * PRIOR / weight) / weight
             mean += shift * seen.n / weight
         return math.exp(mean + NormalDist().inv_cdf(quantile) * math.sqrt(variance))
+
+    def _of_task(self, key: tuple[str, str]) -> _Seen | None:
+        return self._seen.get(key) or self._tasks.get(key)
 
     def learn(self, rows: Iterable[Sequence[Any]]) -> None:
         """Takes over what earlier campaigns saw: (task, policy, number, mean, variance) of the logarithm of seconds.
