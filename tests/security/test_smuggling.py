@@ -156,7 +156,7 @@ async def listen_to(proxy: Proxy, data: bytes) -> bytes:
     while True:
         try:
             opened = await asyncio.open_connection("127.0.0.1", proxy.port)
-        except FileNotFoundError:  # of epoll: the loop still knows the number of a descriptor that was closed; not understood
+        except FileNotFoundError:  # of epoll: the loop still knows a closed descriptor's number, why is not understood
             continue
         return await answers_on(*opened, data)
 
