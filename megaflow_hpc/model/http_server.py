@@ -108,6 +108,7 @@ class HttpServer(web.Server):
         task = self._accepting.pop(listener, None)
         if task is not None:
             task.cancel()
+            self._loop.remove_reader(listener)  # the task does so turns later, when the number may be a connection's
             listener.close()
 
     async def stop(self) -> None:

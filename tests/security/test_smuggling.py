@@ -153,12 +153,7 @@ async def test_the_proxy_passes_on_one_unambiguous_request_or_none() -> None:
 
 async def listen_to(proxy: Proxy, data: bytes) -> bytes:
     """All that is answered; the connection is closed by us where the proxy keeps it open for more."""
-    while True:
-        try:
-            opened = await asyncio.open_connection("127.0.0.1", proxy.port)
-        except FileNotFoundError:  # of epoll: the loop still knows a closed descriptor's number, why is not understood
-            continue
-        return await answers_on(*opened, data)
+    return await answers_on(*await asyncio.open_connection("127.0.0.1", proxy.port), data)
 
 
 async def answers_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
