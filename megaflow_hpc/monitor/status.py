@@ -176,7 +176,8 @@ class Monitor:
         counts, failed = self._outcomes.by_status(total), self._outcomes.failures
         jobs = None if live_jobs is None else set(live_jobs) - set(pending)
         pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
-        running = sum(pod["running"] for pod in pods)
+        # A pod's lease is older than the end of the campaign, which another may have brought about.
+        running = 0 if self._finished else sum(pod["running"] for pod in pods)
         stored = counts.total()
         states = ("completed", "truncated", "failed", "cancelled")
         rollouts = {

@@ -16,7 +16,7 @@ from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import PodEvent, RolloutEvent, StartEvent, encode
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import OPEN
+from megaflow_hpc.rundir.marks import FINISHED, OPEN
 from megaflow_hpc.rundir.pods.condenser import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.operations import counted
@@ -59,6 +59,18 @@ def test_a_pod_here_that_was_killed_is_gone_at_once(run: RunDir) -> None:
     (run.ledger / "leases" / "local-1.0").unlink()
     (run.events / "local-1.0.jsonl").unlink()
     assert Monitor(run).status()["state"] == "stopped"
+
+
+def test_nothing_runs_in_a_finished_campaign_whatever_the_last_lease_of_a_pod_says(run: RunDir) -> None:
+    Ledger(run, PodIdentity("7_0", "0")).register()
+    events = [PodEvent(state="started", job_id="7_0"), StartEvent(id="a/p/0", rank=1, attempt=0)]
+    run.event_file("7_0", "0").write_bytes(b"".join(map(encode, events)))
+    path = run.ledger / "leases" / "7_0.0"
+    said = {"t": time.time(), "running": 2, "queued": 0, "stored": 0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    assert Monitor(run).status()["rollouts"]["running"] == 2
+    (run.path / FINISHED).touch()
+    assert Monitor(run).status()["rollouts"]["running"] == 0
 
 
 def test_a_pod_without_work_is_said_while_another_has_more_than_it_can_run(run: RunDir) -> None:
