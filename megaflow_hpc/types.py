@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Status = Literal["completed", "truncated", "failed", "cancelled"]
 """``completed`` and ``truncated`` (a limit of the agent) are verified and rewarded; ``failed`` is infrastructure."""
+VERIFIED: tuple[Status, ...] = ("completed", "truncated")
+"""What has one of these may have a reward, and nobody who knows of it runs it again."""
 
 ErrorKind = Literal["", "agent", "model", "sandbox", "verifier", "node", "walltime", "preemption", "user"]
 Network = Literal["none", "gateway", "host"]

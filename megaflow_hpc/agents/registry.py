@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, UserCodeError
-from megaflow_hpc.types import Agent, AgentResult
+from megaflow_hpc.types import VERIFIED, Agent, AgentResult
 
 NAMES: Mapping[str, str] = {
     "oracle": "megaflow_hpc.agents.oracle:OracleAgent",
@@ -129,7 +129,7 @@ def result_of(name: str, found: Any) -> AgentResult:
             f"agent {name}: run returned {type(found).__name__} {found!r:.80}; return a "
             "megaflow_hpc.types.AgentResult, or nothing when it is done"
         )
-    if found.status not in ("completed", "truncated"):
+    if found.status not in VERIFIED:
         raise UserCodeError(
             f"agent {name}: run returned AgentResult(status={found.status!r}); expected completed, or truncated by a "
             "limit; what else went wrong is raised, or said in error and exit_code"

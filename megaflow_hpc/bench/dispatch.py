@@ -23,7 +23,7 @@ from megaflow_hpc.bench.arguments import above_zero, add_count
 from megaflow_hpc.bench.checkout import from_checkout
 from megaflow_hpc.bench.figures import Figure, median, multiple, quantile
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host.mpi import find_mpiexec
+from megaflow_hpc.host.mpi import mpiexec
 
 HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
 EXAMPLES = ("bench dispatch --ranks 4", "bench dispatch --simulate --slots 2000 --pods 16 --durations seconds.txt")
@@ -193,11 +193,11 @@ def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], f
     """(seconds, bytes of the journal, milliseconds between results and next starts, processor seconds of rank 0)."""
     from megaflow_hpc.bench.programs.dispatch_ranks import plan
 
-    mpiexec = find_mpiexec()
+    start = mpiexec(ranks + 1)
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run_dir = Path(folder) / "run"
         plan(run_dir, count)
-        command = [mpiexec, "-n", str(ranks + 1), sys.executable, "-m", "megaflow_hpc.bench.programs.dispatch_ranks"]
+        command = [*start, sys.executable, "-m", "megaflow_hpc.bench.programs.dispatch_ranks"]
         words = [*command, str(run_dir), str(slots)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
         said = [json.loads(file.read_text()) for file in (run_dir / "report").glob("*.json")]

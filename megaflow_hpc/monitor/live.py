@@ -16,7 +16,7 @@ from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, RolloutActivity, Transcript
 from megaflow_hpc.rundir.pods.running import Place
-from megaflow_hpc.rundir.pods.summary import ENDED_WELL
+from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
 """A rollout that runs and of which nothing was heard for so long is called stuck."""
@@ -170,7 +170,7 @@ class Live:
         stored = list(reversed(self.monitor.rollouts.values()))
         silent = {pod["pod"] for pod in status["pods"] if pod["state"] == "silent"}
         rollouts = Rollouts(running, stored, self.monitor.running.last, activities, silent, time.time())
-        unlisted = sum(status["rollouts"][state] for state in ENDED_WELL) - sum(e.status in ENDED_WELL for e in stored)
+        unlisted = sum(status["rollouts"][state] for state in VERIFIED) - sum(e.status in VERIFIED for e in stored)
         return Snapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
 
     def leave(self) -> None:

@@ -14,10 +14,8 @@ from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.rundir.events import RolloutEvent
-from megaflow_hpc.rundir.pods.summary import ENDED_WELL, Summary, Wanted, policy_of
-from megaflow_hpc.types import without_round
-
-RATE_WINDOW_S = 300.0
+from megaflow_hpc.rundir.pods.summary import RECENT_S, Summary, Wanted, policy_of
+from megaflow_hpc.types import VERIFIED, without_round
 
 
 class Outcomes:
@@ -45,7 +43,7 @@ class Outcomes:
     def apply(self, event: RolloutEvent) -> None:
         """Takes in one that is stored."""
         self._recent[int(event.t)] += 1
-        if event.status not in ENDED_WELL or self._all:
+        if event.status not in VERIFIED or self._all:
             self._keep(event)
             return
         policy = policy_of(event.id)
@@ -67,7 +65,7 @@ class Outcomes:
     def _keep(self, event: RolloutEvent) -> None:
         before = self._kept.get(event.id)
         # A later success replaces a failure (resume --failed); otherwise the first stored result stands.
-        if before is None or before.status not in ENDED_WELL:
+        if before is None or before.status not in VERIFIED:
             self._kept[event.id] = event
 
     def between_pods(self, running: Iterable[str]) -> list[str]:
@@ -106,7 +104,7 @@ class Outcomes:
     def by_status(self, planned: int) -> Counter[str]:
         """Returns rollouts by status: of as many as are planned, if any are, what is beyond has ended well twice."""
         found = sum(self._well.values(), Counter(event.status for event in self._kept.values()))
-        for status in ENDED_WELL if planned else ():
+        for status in VERIFIED if planned else ():
             found[status] -= min(found[status], max(0, found.total() - planned))
         return found
 
@@ -118,7 +116,7 @@ class Outcomes:
     def rate(self) -> float:
         """Returns rollouts that were stored a second, in the last minutes."""
         now = time.time()
-        self._recent = Counter({at: count for at, count in self._recent.items() if at >= now - RATE_WINDOW_S})
+        self._recent = Counter({at: count for at, count in self._recent.items() if at >= now - RECENT_S})
         stored = self._recent.total()
         return stored / max(1.0, now - min(self._recent)) if stored >= 2 else 0.0
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from megaflow_hpc.rundir.events import (
-    AnyEvent,
-    AttemptEvent,
-    PodEvent,
-    ProgressEvent,
-    RolloutEvent,
-    StartEvent,
-    WorkerEvent,
-)
-from megaflow_hpc.rundir.pods.summary import Summary
+from megaflow_hpc.ledger.report import Progress
+from megaflow_hpc.rundir.events import AnyEvent, PodEvent, ProgressEvent, WorkerEvent
+from megaflow_hpc.rundir.pods.summary import Summary, busy_at
 
 
 @dataclass
@@ -53,11 +46,19 @@ class PodView:
             self.apply(event)
         self.seen_at, self.busy_at = told.t, told.busy_at
 
+    def hear(self, progress: Progress) -> None:
+        """Takes in how far it is by its lease, which may be older than its last event."""
+        if progress.t <= self.seen_at:
+            return
+        self.seen_at, self.grown_at = progress.t, time.monotonic()
+        if self.active:
+            self.running, self.stored = progress.running, max(self.stored, progress.stored)
+            self.queued, self.tokens_per_s = progress.queued, progress.tokens_per_s
+
     def apply(self, event: AnyEvent) -> None:
         """Takes in its next event."""
         self.seen_at, self.grown_at = event.t, time.monotonic()
-        if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not self.busy_at:
-            self.busy_at = event.t
+        self.busy_at = busy_at(self.busy_at, event)
         match event:
             case PodEvent():
                 self.state = event.state

@@ -92,13 +92,8 @@ class Monitor:
         for rollout in self._outcomes.between_pods(self.running.ids):
             self.running.forget(rollout)
         for name, progress in self._progress():
-            known = self._pods.get(name)
-            if known is not None and progress.t > known.seen_at:
-                known.seen_at, known.grown_at = progress.t, time.monotonic()
-                if known.active:
-                    known.running, known.stored = progress.running, max(known.stored, progress.stored)
-                    known.queued = progress.queued
-                    known.tokens_per_s = progress.tokens_per_s
+            if name in self._pods:
+                self._pods[name].hear(progress)
         self._began = min(self._began, time.monotonic())
 
     def list_rollouts(self, within: int | None = None) -> None:
@@ -176,8 +171,7 @@ class Monitor:
         counts, failed = self._outcomes.by_status(total), self._outcomes.failures
         jobs = None if live_jobs is None else set(live_jobs) - set(pending)
         pods = [self._pod(pod, jobs, asked_at) for pod in self._pods.values()]
-        # A pod's lease is older than the end of the campaign, which another may have brought about.
-        running = 0 if self._finished else sum(pod["running"] for pod in pods)
+        running = sum(pod["running"] for pod in pods)
         stored = counts.total()
         states = ("completed", "truncated", "failed", "cancelled")
         rollouts = {
@@ -234,7 +228,7 @@ class Monitor:
             state = "gone"
         elif pod.active and silent_s > STALE_S:
             state = "silent"
-        lives = state in ("started", "draining")
+        works = state in ("started", "draining") and not self._finished  # its last word is older than the end
         idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
             "pod": pod.name,
@@ -243,9 +237,9 @@ class Monitor:
             "job_id": pod.job_id,
             "workers": pod.workers,
             "slots": pod.slots,
-            "running": pod.running if lives else 0,
+            "running": pod.running if works else 0,
             "stored": pod.stored,
-            "tokens_per_s": pod.tokens_per_s if lives else 0.0,
+            "tokens_per_s": pod.tokens_per_s if works else 0.0,
             **({"silent_s": round(silent_s)} if state == "silent" else {}),
             **({"idle_s": round(idle_s)} if idle_s >= IDLE_S else {}),
             **({"why": pod.why} if pod.why else {}),

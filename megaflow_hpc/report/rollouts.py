@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from megaflow_hpc.report.series import Span
 from megaflow_hpc.trajectories.hdf5.columns import text
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
 """Where the seconds of a rollout go: the sandbox and its files are made ready; the model is asked, waiting for an
 engine included; the agent thinks and its commands run; the verifier judges. What remains is handing over."""
-CARRIED_OUT = ("completed", "truncated")
 ERROR_CHARS = 300
 
 
@@ -78,7 +78,7 @@ class Rollouts:
     @property
     def carried_out(self) -> NDArray[np.bool_]:
         """Which rollouts have run to a verdict."""
-        return self.status.where(*CARRIED_OUT)
+        return self.status.where(*VERIFIED)
 
 
 def read_rollouts(store: TrajectoryStore) -> Rollouts:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.bench.figures import Figure
-from megaflow_hpc.host.mpi import find_mpiexec
+from megaflow_hpc.host.mpi import mpiexec
 
 GOAL_MB = 100.0
 """Of rank 0."""
@@ -94,7 +94,7 @@ def figures(count: int, folder: Path) -> list[Figure]:
     done = subprocess.run([*me, "--plan", str(run), "--tasks", str(count)], stdout=subprocess.PIPE, check=True)
     planned: dict[str, Any] = json.loads(done.stdout)
     seen_mb, seen_s = _child([sys.executable, "-m", "megaflow_hpc", "status", str(run), "--json"])
-    subprocess.run([find_mpiexec(), "-n", "2", *me, "--rank", str(run)], check=False, timeout=900)
+    subprocess.run([*mpiexec(2), *me, "--rank", str(run)], check=False, timeout=900)
     led: dict[str, Any] = json.loads((run / "report" / "rank0.json").read_text())
     if led["state"] != "done":
         raise RuntimeError(f"the pod ended {led['state']}")

@@ -82,24 +82,20 @@ class Caller:
             Refused: The request is at fault, or its answer cannot be recorded.
             ModelServiceError: No server answered in time; the rollout's ``failure`` says why.
         """
-        arrived = time.monotonic()
+        arrived, timeout_s, recorder = time.monotonic(), self.request_timeout_s, rollout.recorder
+
+        def at(server: Server) -> Call:
+            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place)
+
         try:
             async with self.limits.turn():
-                return await self._try(rollout, policy, path, body, ask, size, place, arrived)
+                return await self._try(rollout, policy, at, ask, arrived)
         except ModelServiceError as error:
             rollout.failure = str(error)
             raise
 
     async def _try(
-        self,
-        rollout: OpenRollout,
-        policy: str,
-        path: str,
-        body: Mapping[str, Any],
-        ask: Ask[T],
-        size: int,
-        place: Place | None,
-        arrived: float,
+        self, rollout: OpenRollout, policy: str, at: Callable[[Server], Call], ask: Ask[T], arrived: float
     ) -> Called[T]:
         deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
         cause, router, previous, group = "", self.router, rollout.servers.get(policy, ""), rollout.group
@@ -115,10 +111,8 @@ class Caller:
                     raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
             server.outstanding += 1
             began = time.monotonic()
-            timeout_s, recorder = self.request_timeout_s, rollout.recorder
-            call = Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place)
             try:
-                answer = await ask(call)
+                answer = await ask(at(server))
             except Unavailable as error:
                 server.failed(began, time.monotonic(), error.wait_s)
                 cause = str(error)

@@ -25,9 +25,8 @@ from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
 from megaflow_hpc.rundir.marks import WHY_DRAIN
 from megaflow_hpc.trajectory import Attempt, Trajectory
-from megaflow_hpc.types import Status
+from megaflow_hpc.types import VERIFIED, Status
 
-JUDGED = ("completed", "truncated")
 SIGNAL_S = 1.0
 """Seconds that the supervisor may need to say why it was signalled, when workers heard of the signal first."""
 
@@ -122,7 +121,7 @@ class Results:
 
     def _end(self, work: Work, outcome: Outcome) -> None:
         """Stores an outcome, and does what follows from it for copies, groups and estimates."""
-        judged = outcome.status in JUDGED
+        judged = outcome.status in VERIFIED
         if judged:
             before = self.histories.get(outcome.id)
             seconds = outcome.seconds + (before.kept_s if before else 0.0)

@@ -22,10 +22,9 @@ from megaflow_hpc.rundir.events import (
 )
 from megaflow_hpc.rundir.pods import summary as files
 from megaflow_hpc.rundir.pods.running import RunningRollouts
-from megaflow_hpc.rundir.pods.summary import ENDED_WELL, EndedBadly, Summary, digest, policy_of
+from megaflow_hpc.rundir.pods.summary import RECENT_S, EndedBadly, Summary, busy_at, digest, policy_of
+from megaflow_hpc.types import VERIFIED
 
-RECENT_S = 300.0
-"""Rollouts that were stored within so many seconds before the last event are told by the second."""
 LOOK_S = 5.0
 EVERY_S = 60.0
 """Between two summaries at least."""
@@ -70,8 +69,7 @@ class Condenser:
         """Takes in one event."""
         self._number += 1
         self._seen_at = event.t
-        if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not self._busy_at:
-            self._busy_at = event.t
+        self._busy_at = busy_at(self._busy_at, event)
         self._running.apply("", event)
         match event:
             case PodEvent():
@@ -88,7 +86,7 @@ class Condenser:
     def _end(self, event: RolloutEvent) -> None:
         told = self._open.pop(event.id, [])
         self._recent[int(event.t)] += 1
-        if event.status not in ENDED_WELL:
+        if event.status not in VERIFIED:
             self._bad[event.id] = event
             if attempts := [one for one in told if isinstance(one[1], AttemptEvent)]:
                 self._attempts.setdefault(event.id, []).extend(attempts)

@@ -52,10 +52,7 @@ class RunningRollouts:
             case StartEvent():
                 self._start(pod, event)
             case RolloutEvent(id=rollout):
-                self._stored_at[rollout] = max(event.t, self._stored_at.get(rollout, 0.0))
-                later = {k: p for k, p in self._running.pop(rollout, {}).items() if p.began_at > event.t}
-                if later:  # what failed was begun anew
-                    self._running[rollout] = later
+                self._note_stored(rollout, event.t)
                 if event.status == "failed":
                     self._failed(pod, rollout, event.kind)
                 self._begun.get(pod, {}).pop(rollout, None)
@@ -94,16 +91,19 @@ class RunningRollouts:
         for cause, nodes in summary.failures.items():
             self.failures.update({(cause, node): count for node, count in nodes.items()})
         for ended in summary.ended_badly:
-            self._stored_at[ended.id] = max(ended.t, self._stored_at.get(ended.id, 0.0))
+            self._note_stored(ended.id, ended.t)
             if ended.began is not None:
                 rank, attempt, began_at = ended.began
                 place = Place(ended.id, pod, rank, self._nodes.get((pod, rank), ""), attempt, began_at)
                 before = self.last.get(ended.id)
                 if before is None or before.began_at <= began_at:
                     self.last[ended.id] = place
-            later = {k: p for k, p in self._running.pop(ended.id, {}).items() if p.began_at > ended.t}
-            if later:
-                self._running[ended.id] = later
+
+    def _note_stored(self, rollout: str, at: float) -> None:
+        self._stored_at[rollout] = max(at, self._stored_at.get(rollout, 0.0))
+        later = {k: p for k, p in self._running.pop(rollout, {}).items() if p.began_at > at}
+        if later:  # what failed was begun anew
+            self._running[rollout] = later
 
     def _start(self, pod: str, event: StartEvent) -> None:
         """Another pod, or another start of this one, may have had it before, and its file may be read later."""

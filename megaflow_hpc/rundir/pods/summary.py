@@ -24,14 +24,14 @@ from typing import Any
 import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
-from megaflow_hpc.rundir.events import AnyEvent, Event, RolloutEvent
+from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, Event, RolloutEvent, StartEvent
 
 VERSION = 1
 SUFFIX = ".summary"
 DIGEST = 8
 """Bytes that stand for the id of a rollout: of ten million, two are alike once in 400,000 campaigns."""
-ENDED_WELL = ("completed", "truncated")
-"""With these a rollout has ended for good: nobody who knows of it runs it again."""
+RECENT_S = 300.0
+"""Rollouts that were stored within so many seconds before the last event are told by the second."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True):
@@ -107,6 +107,15 @@ class Wanted:
 
 def _number(one: bytes) -> int:
     return int.from_bytes(one, sys.byteorder)
+
+
+def busy_at(before: float, event: AnyEvent) -> float:
+    """Returns when a pod last started a rollout or ended one, or wrote its first event, once it has written this one.
+
+    Args:
+        before: the same until then; 0 before the first.
+    """
+    return event.t if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not before else before
 
 
 def policy_of(rollout: str) -> str:

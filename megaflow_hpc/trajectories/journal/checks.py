@@ -17,14 +17,12 @@ from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.types import VERIFIED
 
 LONGEST_NAME = 1024
 """Bytes of an id, a policy, a node …: a column of texts is as wide as its longest, in every row."""
 MOST_REWARDS = 1000
 """Named rewards of one trajectory: each is a column for all of them."""
-
-VERIFIED = STATUSES[:2]
-"""Statuses of a trajectory that may have a reward."""
 
 _RANGES = {"int32": 2**31, "int64": 2**63, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
 _DTYPES = {

@@ -39,6 +39,7 @@ from megaflow_hpc.trajectories.journal.frames import (
     read_header,
     read_journal,
     starts_frame,
+    write_at,
 )
 from megaflow_hpc.trajectories.journal.headings import HEAD_BYTES, Heading
 
@@ -112,8 +113,9 @@ class ContentsWriter:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 if (mode := file_mode(self._path.parent)) != 0o600:
                     os.fchmod(self._file, mode)
-                self._write(self._file, header(self._salt))
-            self._write(self._file, frame_head(payload, self._salt, self._written, time.time_ns()) + payload)
+                self._written = write_at(self._file, header(self._salt), 0)
+            frame = frame_head(payload, self._salt, self._written, time.time_ns()) + payload
+            self._written = write_at(self._file, frame, self._written)
         except OSError as error:
             logger.warning("%s: %s; whoever takes this pod's blocks over reads its journal", self._path, error)
             self._given_up = True
@@ -125,12 +127,6 @@ class ContentsWriter:
         if self._file is not None:
             os.close(self._file)
             self._file, self._given_up = None, True
-
-    def _write(self, file: int, data: bytes) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(file, memoryview(data)[done:], self._written + done)
-        self._written += len(data)
 
 
 def read_contents(parts: Sequence[Path]) -> Contents | None:

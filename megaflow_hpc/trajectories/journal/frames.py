@@ -111,6 +111,14 @@ def frame_head(payload: bytes, salt: bytes, offset: int, time_ns: int) -> bytes:
     return head + struct.pack("<II", crc32(head, seed), crc32(payload, seed))
 
 
+def write_at(file: int, data: bytes, offset: int) -> int:
+    """Writes all of ``data``; returns the offset behind it. Raises OSError, and some of it may be written then."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, memoryview(data)[done:], offset + done)
+    return offset + done
+
+
 def starts_frame(head: bytes, salt: bytes, offset: int) -> int | None:
     """Returns the size of the frame at ``offset`` by its first bytes; ``None`` where there is none."""
     if len(head) < FRAME_SIZE:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.trajectories.journal.checks import VERIFIED, checked, heading_in, heading_of, salvaged
+from megaflow_hpc.trajectories.journal.checks import checked, heading_in, heading_of, salvaged
 from megaflow_hpc.trajectories.journal.frames import Frame, read_frames, unpack_record
 from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectories.journal.writer import base_of, owner_of
 from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import VERIFIED
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ once, and of the journals themselves what no table tells of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,20 +40,6 @@ class _Known:
     """Logical offset behind the last whole record."""
     records: dict[tuple[int, int], list[tuple[int, str]]] | None = None
     """Block and epoch → logical end and rollout of each record that did not fail; ``None`` if only the length is."""
-
-
-@dataclass
-class _Reading:
-    """Records as they are found."""
-
-    end: int
-    """Logical offset behind the last one."""
-    records: dict[tuple[int, int], list[tuple[int, str]]] = field(default_factory=dict)
-
-    def add(self, heading: Heading | None, end: int) -> None:
-        self.end = end
-        if heading is not None and heading.status != "failed":
-            self.records.setdefault((heading.block, heading.epoch), []).append((end, heading.id))
 
 
 class StoredRollouts:
@@ -101,10 +87,12 @@ class StoredRollouts:
         if contents is None and not whole:
             known = _Known(size, valid_length(self._path(owner)))
         else:
-            reading = _Reading(min(HEADER_SIZE, found[0].stat().st_size) if found else 0)
+            end = min(HEADER_SIZE, found[0].stat().st_size) if found else 0
+            records: dict[tuple[int, int], list[tuple[int, str]]] = {}
             for heading, end in self._records(found, contents or Contents([])):
-                reading.add(heading, end)
-            known = _Known(size, reading.end, reading.records)
+                if heading is not None and heading.status != "failed":
+                    records.setdefault((heading.block, heading.epoch), []).append((end, heading.id))
+            known = _Known(size, end, records)
         self._known[owner] = known
         return known
 

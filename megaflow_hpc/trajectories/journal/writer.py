@@ -38,6 +38,7 @@ from megaflow_hpc.trajectories.journal.frames import (
     pack_record,
     read_frames,
     unpack_record,
+    write_at,
 )
 from megaflow_hpc.trajectories.journal.headings import HeadingFields
 
@@ -193,10 +194,8 @@ class JournalWriter:
         if not self._pending:
             return
         data = b"".join(self._pending)
-        done = 0
         try:
-            while done < len(data):
-                done += os.pwrite(self._file, memoryview(data)[done:], self._written + done)
+            end = write_at(self._file, data, self._written)
         except OSError:
             try:  # the records stay pending and will be written at the same place; leave no half of one until then
                 os.ftruncate(self._file, self._written)
@@ -205,7 +204,7 @@ class JournalWriter:
             self._pending = [data]
             raise
         self._pending.clear()
-        self._written += len(data)
+        self._written = end
         self._pending_bytes = 0
 
     def _rotate(self) -> None:
@@ -249,9 +248,7 @@ def _create(path: Path, first: bytes) -> tuple[int, bytes, int]:
     try:
         if (mode := file_mode(path.parent)) != 0o600:
             os.fchmod(file, mode)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(file, data[done:], done)
+        write_at(file, data, 0)
         os.fsync(file)
         _fsync_directory(path.parent)
     except BaseException:

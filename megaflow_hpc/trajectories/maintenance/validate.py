@@ -18,6 +18,7 @@ from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.trajectories.hdf5.structure import faults, lengths, sound
+from megaflow_hpc.types import VERIFIED
 
 _WINDOW = 1 << 20
 
@@ -64,7 +65,7 @@ def _trajectories(file: h5py.File) -> Iterator[str]:
     turns = read(file["trajectories/turns"])
     if (row := _first(~np.isin(status.astype(str), STATUSES))) is not None:
         yield f"/trajectories/status: row {row}: {status[row]!r}, expected one of {', '.join(STATUSES)}"
-    verified = np.isin(status.astype(str), STATUSES[:2])
+    verified = np.isin(status.astype(str), VERIFIED)
     if (row := _first(~verified & ~np.isnan(reward))) is not None:
         yield f"/trajectories/reward: row {row}: {reward[row]} though {status[row]}, expected NaN"
     if (row := _first(turns != np.diff(read(file["trajectories/turn_offset"])))) is not None:

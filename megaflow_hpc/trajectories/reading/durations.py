@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, pvariance
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.types import VERIFIED, Rollout
 
 
 def durations(path: Path) -> list[tuple[str, str, float]]:
@@ -38,7 +38,7 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
     return [
         (str(task), str(policy), float(took))
         for task, policy, status, took in zip(tasks, policies, statuses, seconds, strict=True)
-        if status in ("completed", "truncated") and took > 0
+        if status in VERIFIED and took > 0
     ]
 
 

@@ -26,13 +26,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.checks import VERIFIED
 from megaflow_hpc.trajectories.journal.records import Entry, Seals, entries
 from megaflow_hpc.trajectories.journal.winners import Index, decide, journals, seals_of
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import open_trajectories
 from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import VERIFIED
 
 logger = logging.getLogger(__name__)
 

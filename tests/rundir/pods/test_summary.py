@@ -29,6 +29,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods import summary
 from megaflow_hpc.rundir.pods.condenser import EVERY_S, LONGEST, PIECE, TAIL, Condenser, SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
+from megaflow_hpc.types import VERIFIED
 from tests.support.histories import History
 from tests.support.ledgers import Clock
 
@@ -79,7 +80,7 @@ def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
 def left_behind(run: RunDir) -> dict[str, Any]:
     """What whoever takes all pods' blocks over hears of the rollouts that have not ended well."""
     events = [decode(line) for path in run.events.glob("*.jsonl") for line in path.read_bytes().splitlines()]
-    well = {event.id for event in events if isinstance(event, RolloutEvent) and event.status in summary.ENDED_WELL}
+    well = {event.id for event in events if isinstance(event, RolloutEvent) and event.status in VERIFIED}
     known = Histories(run)
     known.look_at_events(sorted(path.stem for path in run.events.glob("*.jsonl")))
     failed = {event.id for event in events if isinstance(event, AttemptEvent)}
