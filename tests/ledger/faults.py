@@ -84,7 +84,7 @@ class Faulty(Files):
             time.sleep(self._random.uniform(0.3, 1.0) * PAUSE_S * self._scale)
 
     def _fail(self) -> None:
-        for name, chance in (("ESTALE", 0.02), ("EIO", 0.002)):
+        for name, chance in (("ESTALE", 0.06), ("EIO", 0.002)):  # of 100 calls or more
             if self._faults and self._random.random() < chance:
                 self.met[name] += 1
                 raise OSError(getattr(errno, name), "as the test has it")
