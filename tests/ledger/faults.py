@@ -149,7 +149,7 @@ def _one_start(
         ledger.renew()
         claim = ledger.claim(lambda owner: valid_length(run.journal / f"{owner}.journal"))
         if claim is None:
-            if not ledger.seen.unfinished:
+            if not (ledger.seen.unfinished or ledger.seen.unsettled):  # a second, older listing may have unsettled it
                 return "done"
             time.sleep(0.2)
             continue

@@ -34,7 +34,7 @@ DEVICE = "MEGAFLOW_FUSE"
 KINDS = ("stale", "replayed", "ESTALE", "EIO", "pauses")
 ERRORS = {"ESTALE": (0.015, 3), "EIO": (0.0003, 1)}
 """Chance of a request in the ledger, and how many in a row fail then: a first ESTALE the kernel keeps to itself."""
-PAUSES = 0.001
+PAUSES = 0.002
 REPLAYED, RENAMED = 0.4, 0.1
 """Chances of a link and of a rename."""
 _NOSUID_NODEV = 6

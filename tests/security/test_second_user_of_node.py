@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.host.process import descendants
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.accounts import INTRUDER
 from tests.support.campaigns import CALL, Make, running
-from tests.support.processes import processes
 from tests.support.second_user import as_second_user
 from tests.support.waiting import until
 
@@ -96,7 +96,7 @@ def test_a_stranger_gets_nothing_of_a_campaign_at_work(
     campaign.write_text(campaign.read_text().replace("network: none", "network: gateway"))
     (place / "runs").mkdir(mode=0o755)
     memory = set(os.listdir("/dev/shm"))
-    sockets, known = listening_sockets(), {pid for pid, _ in processes()}
+    sockets = listening_sockets()
     before = os.umask(umask)
     try:
         process, run = running(campaign)
@@ -105,7 +105,7 @@ def test_a_stranger_gets_nothing_of_a_campaign_at_work(
     try:
         until(lambda: list(Path(run).glob("endpoints/*.json")), "the server registers")
         until(lambda: list(shared.glob("megaflow-*/owners/*/*/owner")), "a sandbox runs")
-        mine = [pid for pid, _ in processes() if pid not in known and _ours(pid)]
+        mine = [process.pid, *descendants(process.pid)]
         here = [Path(run), *Path(run).rglob("*"), *(p for p in shared.rglob("*") if "cache" not in p.parts)]
         here += [Path("/dev/shm", name) for name in set(os.listdir("/dev/shm")) - memory if _own(f"/dev/shm/{name}")]
         here += [path for path in shared.glob("megaflow-*/cache/*")]
@@ -138,10 +138,6 @@ def _own(path: str) -> bool:
         return os.lstat(path).st_uid == os.getuid()
     except OSError:
         return False
-
-
-def _ours(pid: int) -> bool:
-    return _own(f"/proc/{pid}")
 
 
 MEMBER = """
