@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -97,16 +97,20 @@ class Rollout:
     round: int = 0
     """How often the task was asked before under this policy: what training asks again is a group of its own."""
 
-    @property
+    @cached_property
     def id(self) -> str:
         """``<task>/<policy>/<sample>``, from round 1 on ``<task>@<round>/<policy>/<sample>``: the name under which the
         rollout is scheduled, stored and shown."""
         return f"{self.group_id}/{self.sample_index}"
 
-    @property
+    @cached_property
     def group_id(self) -> str:
         """Samples that are compared with one another: same task, same round, same policy."""
         return f"{self.task_id}@{self.round}/{self.policy}" if self.round else f"{self.task_id}/{self.policy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON and msgpack take them: the arguments of the class."""
+        return {name: getattr(self, name) for name in _OF_ROLLOUT}
 
     def seed(self, campaign: int, attempt: int) -> int:
         """Returns the seed of the sampling, below 2**31; always the same for one attempt under one campaign seed.
@@ -119,6 +123,7 @@ class Rollout:
         return int.from_bytes(digest[:4]) % 2**31
 
 
+_OF_ROLLOUT = tuple(each.name for each in fields(Rollout))
 _ROUND = re.compile(r"@(\d+)\Z")
 
 

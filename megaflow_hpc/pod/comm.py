@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.process import mapped_files
-from megaflow_hpc.host.wire import Link, Message, pack, unpack_all
+from megaflow_hpc.host.wire import Link, Message, pack, packer, unpack_all
 
 TAG = 77
 SWEEP = 1024
@@ -127,6 +127,7 @@ class MpiComm:
         """Those of them that were not reported yet."""
         self._said = False
         self._gathered: dict[int, list[bytes]] = {}
+        self._pack = packer()
         self._incoming: deque[tuple[int, Message]] = deque()
         self._look_at = SWEEP
         self._world.Barrier()
@@ -137,7 +138,7 @@ class MpiComm:
 
     def send(self, rank: int, message: Message | bytes) -> None:
         parts = self._gathered.setdefault(rank, [])
-        parts.append(message if isinstance(message, bytes) else pack(message))
+        parts.append(message if isinstance(message, bytes) else self._pack(message))
         if len(parts[-1]) > PUSH_BYTES:
             self.push()
 

@@ -85,7 +85,7 @@ class Dispatch:
             "task": planned.task,
             "images": planned.images,
             "starts": self._pod.starts(planned),
-            "rollout": vars(rollout),
+            "rollout": rollout.to_dict(),
             "attempt": work.attempt,
             "attempts": [vars(attempt) for attempt in history.attempts] if history else [],
             "epoch": work.epoch,

@@ -123,6 +123,7 @@ class Master:
             if self._due("tick", TICK_S):
                 self._tick()
             pod.comm.push()
+            self._io.push()
             state = self._ended()
             if state:
                 return self._leave(state)
@@ -166,10 +167,10 @@ class Master:
     # --- messages ---
 
     def _receive(self) -> bool:
-        comm, heard = self.pod.comm, self._ranks.heard
+        poll, heard = self.pod.comm.poll, self._ranks.heard
         any_ = False
         for _ in range(TURN):
-            if (received := comm.poll()) is None:
+            if (received := poll()) is None:
                 break
             rank, message = received
             any_ |= message["op"] != "beat"  # with nothing else to do the loop sleeps on

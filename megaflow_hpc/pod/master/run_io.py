@@ -23,12 +23,14 @@ from megaflow_hpc.pod.master.run_io_messages import (
     LookForWorkRequests,
     PendingResult,
     Report,
+    Request,
     RequestWork,
     RunState,
     ShowActivity,
     ShowProgress,
     Stop,
     Stopped,
+    StoreResults,
     TurnEnded,
     WorkRequested,
 )
@@ -55,6 +57,7 @@ class RunIo:
         self._state = RunState()
         self._turn_ended_at = time.monotonic()
         self._pending_records = self._pending_bytes = 0
+        self._to_store: list[PendingResult] = []
         self._hand_offs_pending = 0
         self._work_requests: deque[int] = deque()
         self.claiming = False
@@ -72,36 +75,46 @@ class RunIo:
     # --- requests ---
 
     def store(self, outcome: Outcome, epoch: int, block: int) -> None:
-        """Has a result of a claimed block journalled; it comes back in a ``Durable``."""
+        """Has a result of a claimed block journalled, with the next push; it comes back in a ``Durable``."""
         record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
-        self._requests.put(PendingResult(outcome, block, epoch, record))
+        self._to_store.append(PendingResult(outcome, block, epoch, record))
+
+    def push(self) -> None:
+        """Hands over the results that are to be stored: the thread is woken once for all of a turn."""
+        if self._to_store:
+            self._requests.put(StoreResults(self._to_store))
+            self._to_store = []
+
+    def _ask(self, request: Request) -> None:
+        self.push()  # in the order in which the loop decided
+        self._requests.put(request)
 
     def claim(self) -> None:
         """Asks for a block; one at a time. The answer is a ``Claimed``."""
         self.claiming = True
-        self._requests.put(ClaimBlock())
+        self._ask(ClaimBlock())
 
     def list_endpoints(self) -> None:
         """Has the engines looked at; a change comes back as ``EndpointsChanged``."""
-        self._requests.put(ListEndpoints())
+        self._ask(ListEndpoints())
 
     def show_progress(self, progress: ShowProgress) -> None:
         """Has the lease say how far the pod is, the next time that it is renewed."""
-        self._requests.put(progress)
+        self._ask(progress)
 
     def show_activity(self, activity: PodActivity | None) -> None:
         """Has viewers shown what they ask for of this pod; ``None`` takes it away."""
-        self._requests.put(ShowActivity(activity))
+        self._ask(ShowActivity(activity))
 
     def request_work(self, slots: int) -> None:
         """Asks other pods to fill so many slots; 0 withdraws that."""
-        self._requests.put(RequestWork(slots))
+        self._ask(RequestWork(slots))
 
     def look_for_work_requests(self) -> None:
         """Has the ledger looked at for pods that request work; see :meth:`work_requests`."""
-        self._requests.put(LookForWorkRequests())
+        self._ask(LookForWorkRequests())
 
     def hand_off(self, rollouts: list[tuple[int, Rollout]], each: int) -> None:
         """Hands rollouts, with their blocks, to other pods; they were taken out of the queue.
@@ -110,7 +123,7 @@ class RunIo:
             each: most rollouts of a new block.
         """
         self._hand_offs_pending += 1
-        self._requests.put(HandOff(rollouts, each))
+        self._ask(HandOff(rollouts, each))
 
     def finish(self, seconds: float, release: bool = False, histories: dict[str, History] | None = None) -> bool:
         """Ends the thread when everything asked for is done; False if that takes longer, or it had failed.
@@ -119,7 +132,7 @@ class RunIo:
             release: gives unfinished blocks back.
             histories: what the next pods are told of the rollouts that go back, by id.
         """
-        self._requests.put(Stop(release, histories or {}))
+        self._ask(Stop(release, histories or {}))
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

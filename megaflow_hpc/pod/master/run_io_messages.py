@@ -20,7 +20,7 @@ from megaflow_hpc.types import Rollout
 
 
 class PendingResult(NamedTuple):
-    """A result to be journalled; comes back in :class:`Durable`."""
+    """A result to be journalled."""
 
     outcome: Outcome
     block: int
@@ -31,6 +31,12 @@ class PendingResult(NamedTuple):
         """Returns the journal's record and its heading."""
         said = self.outcome
         return self.record, (said.id, said.status, self.epoch, said.attempt, self.block)
+
+
+class StoreResults(NamedTuple):
+    """Has results journalled, in this order; each comes back in a :class:`Durable`."""
+
+    results: list[PendingResult]
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Stop:
 
 
 Request = (
-    PendingResult
+    StoreResults
     | ClaimBlock
     | ListEndpoints
     | ShowProgress

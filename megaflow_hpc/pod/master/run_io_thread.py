@@ -50,6 +50,7 @@ from megaflow_hpc.pod.master.run_io_messages import (
     ShowProgress,
     Stop,
     Stopped,
+    StoreResults,
     TurnEnded,
     WorkRequested,
 )
@@ -150,8 +151,8 @@ class RunIoThread(threading.Thread):
 
     def _take_in(self, request: Request) -> None:
         match request:
-            case PendingResult():
-                self._results.append(request)
+            case StoreResults(results):
+                self._results.extend(results)
             case ClaimBlock():
                 self._claim_asked = True
             case ListEndpoints():
@@ -205,9 +206,8 @@ class RunIoThread(threading.Thread):
         self._summary.tick()
 
     def _renew(self, ended: str = "") -> None:
-        now = round(time.time(), 3)
-        said = {**self._progress._asdict(), "t": now, "began_at": self._began_at, "ended": ended}
-        self._ledger.show(said, self._coordination.renew_s)
+        said = {"t": round(time.time(), 3), "began_at": self._began_at, "ended": ended}
+        self._ledger.show({**self._progress._asdict(), **said}, self._coordination.renew_s)
         self._ledger.renew(force=bool(ended))
 
     def _look_whether_deleted(self) -> None:

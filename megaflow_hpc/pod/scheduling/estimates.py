@@ -65,7 +65,10 @@ class Estimates:
         """Learns that a rollout of ``task`` under ``policy`` took ``seconds``."""
         value, of_task = math.log(max(seconds, SHORTEST_S)), (policy, task)
         for key in ((), (policy,)):
-            self._seen.setdefault(key, _Seen()).add(value)
+            seen = self._seen.get(key)
+            if seen is None:
+                seen = self._seen[key] = _Seen()
+            seen.add(value)
         seen = self._of_task(of_task)
         if seen is None:
             seen = self._tasks[of_task] = _Seen()

@@ -18,7 +18,7 @@ class Demand(NamedTuple):
 NOTHING = Demand()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """One attempt at a rollout under a claim."""
 

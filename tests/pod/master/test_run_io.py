@@ -85,6 +85,7 @@ class Pod:
         )
         outcome = Outcome.of(trajectory)
         self.io.store(outcome, 0, 0)
+        self.io.push()
 
 
 @pytest.fixture
