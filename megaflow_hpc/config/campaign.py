@@ -26,7 +26,7 @@ from megaflow_hpc.config.sections import (
 )
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
-from megaflow_hpc.config.trained import check_trained, neutral
+from megaflow_hpc.config.trained import check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
@@ -148,7 +148,7 @@ class CampaignConfig(Section):
         return {
             name: Policy(
                 agent=(model and model.agent) or (self.agent or (AgentConfig(name="nop"),))[0],
-                model=neutral(model) if model and self.training and name in self.training.policies else model,
+                model=trained_model(model) if model and self.training and name in self.training.policies else model,
                 samples=self.samples if model is None or model.samples is None else model.samples,
                 include=model.include if model else (),
             )

@@ -41,8 +41,9 @@ class WeightsConfig(Section):
     """``rolling``: the servers of a policy load one after the other; ``together``: all at once."""
     running: Literal["finish", "continue"] = "finish"
     """Requests in progress: ``finish`` on the old version, or ``continue`` on the new one."""
-    poll_s: float = Field(5.0, gt=0)
-    """Seconds between two looks for a new version. A look costs the file system one open of each server. Default: 5."""
+    poll_s: float | None = Field(None, gt=0)
+    """Seconds between two looks for a new version. A look costs the file system one open of each server. Default: 0.5
+    for a policy that is trained, more with over 50 servers, 100 looks a second in all; else 5."""
 
 
 ALSO = (

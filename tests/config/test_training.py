@@ -190,6 +190,25 @@ def test_a_trained_policys_engine_takes_no_sampling_from_the_models_files(tmp_pa
     assert found["c"].args == {"sampling-defaults": "openai"}
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("{path: m}", 0.5),
+        ("{path: m, weights: {poll_s: 2}}", 2),
+        ("{path: m, servers: {max: 150}, also: [{gpus: 2, servers: {max: 50}}]}", 2),
+    ],
+)
+def test_servers_of_a_trained_policy_look_for_weights_often_and_not_too_often_together(
+    tmp_path: Path, model: str, expected: float
+) -> None:
+    text = CAMPAIGN.replace("model: {path: m}", f"models: {{a: {model}, b: {{path: m}}}}")
+    policies = load(tmp_path, text + "training: {policies: {a: }}\n").policies()
+    trained, other = policies["a"].model, policies["b"].model
+    assert trained and other
+    assert {kind.weights.poll_s for kind in trained.kinds()} == {expected}
+    assert other.weights.poll_s is None, "the server's own"
+
+
 def test_the_docs_show_the_defaults(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "how-to" / "training.md").read_text().partition("```yaml\n")[2].partition("```")[0]
     policies = yaml.safe_load(text)["training"]["policies"]["default"]

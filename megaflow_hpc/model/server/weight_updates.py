@@ -46,7 +46,7 @@ from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
 POLL_S = 5.0
-"""Seconds between two looks at the pointer where the campaign, of an earlier package, says nothing."""
+"""Seconds between two looks at the pointer where the campaign says nothing, as of a policy that it does not train."""
 STALE_S = 100.0
 """Seconds without a new heartbeat (three periods) after which a server is not waited for."""
 AWAY_S = 900.0
@@ -68,7 +68,7 @@ class WeightUpdater:
         settings: Mapping[str, Any] = what.model.get("weights") or {}
         self.continues = settings.get("running", "finish") == "continue"
         self._rolling = settings.get("update", "rolling") == "rolling"
-        self.poll_s = float(settings.get("poll_s", POLL_S))
+        self.poll_s = float(settings.get("poll_s") or POLL_S)
         """Seconds between two looks at the pointer."""
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}

@@ -163,7 +163,7 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
     assert updater.model(published) == model, "it lies on the campaign's own model"
 
 
-@pytest.mark.parametrize(("weights_of_model", "expected"), [({"poll_s": 0.5}, 0.5), ({}, 5.0)])
+@pytest.mark.parametrize(("weights_of_model", "expected"), [({"poll_s": 0.5}, 0.5), ({"poll_s": None}, 5.0), ({}, 5.0)])
 def test_servers_look_for_weights_as_often_as_the_model_section_says(
     run: RunDir, weights_of_model: dict[str, Any], expected: float
 ) -> None:
