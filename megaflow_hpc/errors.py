@@ -72,5 +72,11 @@ class ModelServiceError(MegaflowError):
     """No engine could answer, or an engine could not be started."""
 
 
+class StarvedError(MegaflowError):
+    """What is waited for cannot come: of those who would make it none is there, and none is queued."""
+
+    exit_status = 69  # EX_UNAVAILABLE of sysexits.h
+
+
 class LedgerError(MegaflowError):
     """The run directory's claims are not what this pod believes: it must not commit any more."""

@@ -1,10 +1,14 @@
 """What Slurm has of one run's jobs: which wait, which run, and why those that wait do.
 
 Slurm is asked with one batched ``squeue`` for all of them, at most twice a minute, and may be away.
+
+``python -m megaflow_hpc.campaign.live_jobs RUN``, for a trainer that waits, prints how many pods run or are queued; it
+exits with 1 where that cannot be told.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,7 +19,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.slurm import accounting, reasons, site
 from megaflow_hpc.slurm.accounting import JobState
@@ -116,6 +120,20 @@ class LiveJobs:
             return None
         return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
+    def starving(self, training: Mapping[str, Any], max_age_s: float = ASK_SLURM_S) -> list[str]:
+        """Says of trainers that run, while no pod runs or is queued, how to start some.
+
+        Args:
+            training: The section ``training`` of the status.
+        """
+        running = [policy for policy, found in training.items() if found["trainer"]["state"] == "running"]
+        if not running or self.live_pods(max_age_s) != []:
+            return []
+        return [
+            f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "
+            f"some with: megaflow-hpc resume {self._run}"
+        ]
+
     def servers(self, max_age_s: float = ASK_SLURM_S) -> dict[int, JobState] | None:
         """Returns the engine servers that Slurm still has, by their index; ``None`` if Slurm cannot tell now."""
         live = self.live(max_age_s)
@@ -165,3 +183,19 @@ def waiting_servers(
         else:
             found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
     return found
+
+
+def main(path: str) -> int:
+    """Prints how many pods of the run at ``path`` run or are queued."""
+    run = RunDir(path)
+    planned = read_run(run)
+    jobs = LiveJobs(run, planned.config, planned, Ledger(run))
+    pods = jobs.live_pods() if jobs.ids("pods") else None  # those queued by hand are known once they have started
+    if pods is None:
+        return 1
+    print(len(pods))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

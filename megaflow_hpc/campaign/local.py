@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError, StarvedError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
 from megaflow_hpc.host.files import remove_tree
@@ -31,8 +31,8 @@ from megaflow_hpc.slurm import site
 Launcher = Literal["auto", "local", "slurm"]
 
 STOP_S = 60.0
-MISTAKE = 2
-"""Exit status of a trainer whose campaign or model is wrong: another start would say the same."""
+IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
+"""Exit statuses of a trainer after which another start would end like it: a mistake, or no pods."""
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
 """Starts a command under the name of its log, with variables of its own."""
@@ -109,7 +109,7 @@ class LocalTrainer:
     def _became(self, status: int) -> str:
         if status == 0 and not self._view.open:
             return "done"
-        if status == MISTAKE:
+        if status in IN_VAIN:
             return "failed"
         self._vain = 0 if self._steps() > self._before else self._vain + 1
         return "lost" if self._vain > self._requeues else "requeued"

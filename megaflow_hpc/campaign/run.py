@@ -101,6 +101,8 @@ class Run:
         status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
         if status["state"] in ("finished", "cancelled", "stopped"):
             status["warnings"] += lost_journals(self.dir, self.ledger)
+        if not ended:
+            status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
         if self.record.pools and status["state"] not in ("finished", "cancelled"):
             status["warnings"] += pool_warnings(self.dir)
         return status

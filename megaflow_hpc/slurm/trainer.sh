@@ -47,6 +47,8 @@ if [ "$("$MEGAFLOW_TRAINER_PYTHON" -c 'import sys; print(sys.version_info >= (3,
     echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: no Python of at least 3.11" >&2
     exit 2
 fi
+printf -v MEGAFLOW_ASK_PODS '%q ' "$MEGAFLOW_PYTHON" -m megaflow_hpc.campaign.live_jobs "$RUN"
+export MEGAFLOW_ASK_PODS # for a trainer that waits for some
 export PYTHONPATH="$RUN/training/.package${PYTHONPATH:+:$PYTHONPATH}"
 
 # One process for each GPU; one alone opens no port. On one node they meet through files and the loopback; on several by
@@ -97,7 +99,9 @@ while :; do
 done
 said() { tail -c "+$((written + 1))" "$log" 2>/dev/null; } # in this start
 # torchrun ends with 1 whatever its processes ended with, and tells of that.
-if [ "$status" -eq 1 ] && said | grep -qE '^ *exitcode *: 2 \(pid'; then status=2; fi
+for told in 2 69; do
+    if [ "$status" -eq 1 ] && said | grep -qE "^ *exitcode *: $told \(pid"; then status=$told; fi
+done
 
 # The last word on this start, for those who look: what becomes of it, and how its log ends.
 last() {
@@ -117,11 +121,11 @@ if [ "$later" != "$entered" ] && ! grep -qE "\"job_id\":\"($job)?\"" "$later"; t
     echo "trainer of $policy: another job has taken over"
     exit 1
 fi
-# 2 is a mistake in the campaign or the installation: another node would say the same.
-if [ "$status" -eq 2 ]; then
+# 2 is a mistake in the campaign or the installation: another node would say the same. 69: no pod is there, nor queued.
+if [ "$status" -eq 2 ] || [ "$status" -eq 69 ]; then
     last failed
     held_pods scancel
-    exit 2
+    exit "$status"
 fi
 if [ "$requeues" = no ]; then
     last left

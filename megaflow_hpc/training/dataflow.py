@@ -45,6 +45,7 @@ from megaflow_hpc.training.evaluation import ask
 from megaflow_hpc.training.pace import Pace
 from megaflow_hpc.training.plan import Place, Plan, Settled, TrainingFiles
 from megaflow_hpc.training.planner import Planner
+from megaflow_hpc.training.pod_watch import PodWatch
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.trajectory import TokenSequence
 
@@ -105,6 +106,7 @@ class Dataflow:
         self._buffer: Buffer | None = None
         self._planner: Planner | None = None
         self._committed = 0
+        self._watch = PodWatch(self.run)
         self._lease: OpenLease | None = None
         self._marks = Marks(self.run)
         mine = self.record.policies.get(self.policy)
@@ -145,6 +147,7 @@ class Dataflow:
         Raises:
             ConfigError: a reward is infinite, or the run directory is damaged.
             LedgerError: a later trainer goes on; this one must end.
+            StarvedError: no pod is there and none is queued, for a quarter of an hour.
             OSError: the run directory has not answered for too long.
         """
         self.restore()
@@ -244,6 +247,7 @@ class Dataflow:
     def _planned(self, number: int) -> tuple[Plan | None, float]:
         """Returns the next plan, and the seconds in which there was nothing to do but wait."""
         waited, began = 0.0, time.monotonic()
+        self._watch.begin()
         while True:
             plan = self._try(number) if not self.rank else self.files.read(Plan, number)
             if plan is not None:
@@ -303,9 +307,10 @@ class Dataflow:
     def _speak(self, number: int, seconds: float) -> None:
         if self._buffer is not None and seconds > SAID_S:
             there, all_open = len(self._buffer.complete()), self._buffer.open_groups
+            gone = self._watch.look()
             self._say_seldom(
                 f"step {number} waits for rollouts: {there} of {self._want(number)} groups are there, "
-                f"{all_open - there} are under way"
+                f"{all_open - there} are under way{gone and f'; {gone}'}"
             )
 
     def _say_seldom(self, text: str) -> None:

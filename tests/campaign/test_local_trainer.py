@@ -71,7 +71,7 @@ def test_starts_that_commit_nothing_are_bounded(run: RunDir, monkeypatch: pytest
     assert word.cause == "OutOfMemoryError: 80 GB"
 
 
-@pytest.mark.parametrize(("program", "word"), [("exit 2", "failed"), ("exit 0", "lost")])
+@pytest.mark.parametrize(("program", "word"), [("exit 2", "failed"), ("exit 69", "failed"), ("exit 0", "lost")])
 def test_a_mistake_is_not_tried_again_and_an_end_that_leaves_the_campaign_open_is_none(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str, word: str
 ) -> None:

@@ -204,7 +204,8 @@ def test_servers_of_a_trained_policy_look_for_weights_often_and_not_too_often_to
     text = CAMPAIGN.replace("model: {path: m}", f"models: {{a: {model}, b: {{path: m}}}}")
     policies = load(tmp_path, text + "training: {policies: {a: }}\n").policies()
     trained, other = policies["a"].model, policies["b"].model
-    assert trained and other
+    assert trained
+    assert other
     assert {kind.weights.poll_s for kind in trained.kinds()} == {expected}
     assert other.weights.poll_s is None, "the server's own"
 

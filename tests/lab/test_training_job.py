@@ -88,6 +88,25 @@ def test_a_mistake_ends_the_trainer_for_good_and_resume_goes_on(tmp_path: Path, 
     assert len(run.job_ids("trainer")) == 2
 
 
+def test_a_trainer_whose_pods_are_gone_is_told_of_ends_and_goes_on_with_resume(campaign: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    right = python.read_text()
+    waits = 'until [ "$($MEGAFLOW_ASK_PODS)" = 0 ]; do sleep 1; done; sleep 20; echo "trainer: no pod"; exit 69'
+    python.write_text(right.replace('echo "$*"', waits))
+    run = Campaign.from_yaml(campaign).submit()
+    (pods,) = run.job_ids("pods")
+    until(lambda: _trainer(run.path).get("state") == "running", "the trainer waits")
+    subprocess.run(["scancel", pods], check=True)
+    until(lambda: any("no pod runs or is queued" in said for said in Run(run.path).status()["warnings"]), "it is told")
+    until(lambda: _trainer(run.path).get("state") == "ended", "it has ended, and is not requeued")
+    word = _trainer(run.path)["last_word"]
+    assert (word["word"], word["exit_status"], word["cause"]) == ("failed", 69, "trainer: no pod")
+    python.write_text(right)
+    done = cli("resume", run.path)
+    assert done.returncode == 0, done.stderr
+    assert "default: step 3 of 3" in cli("status", run.path).stdout
+
+
 def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_no_environment(
     tmp_path: Path, campaign: Path
 ) -> None:

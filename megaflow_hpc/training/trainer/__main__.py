@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 all steps are done; 75 asked to stop, start it again; 1 another trainer goes on, or the "
-        "run directory fails; 2 the campaign or the model is wrong",
+        "run directory fails; 2 the campaign or the model is wrong; 69 no pod is there that could sample, and none is "
+        "queued",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
     parser.add_argument("--policy", help="which policy; may be left out where one is trained")

@@ -1,0 +1,108 @@
+"""A trainer that waits knows whether anybody is left to sample for it, says so, and ends where nobody comes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.errors import StarvedError
+from megaflow_hpc.ledger import Ledger, PodIdentity
+from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.training import dataflow, pod_watch
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.pod_watch import ASK, GIVE_UP_S, LOOK_S, PodWatch
+from tests.support.hash_trainer import START, step_through
+from tests.support.training import Pods, training_run
+
+
+class Clock:
+    """A clock that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return training_run(tmp_path / "run", {"batch": {"tasks": 2}, "steps": 2}, samples=2)
+
+
+def test_nothing_is_said_of_a_pod_that_renews_its_lease(run: RunDir) -> None:
+    clock, asked = Clock(), [0]
+    pod = Ledger(run, PodIdentity("pod", "0"))
+    pod.register()
+    watch = PodWatch(run, lambda: asked.append(1), clock)
+    watch.begin()
+    for _ in range(30):
+        assert watch.look() == ""
+        clock.now += 2 * LOOK_S
+        pod.renew(force=True)
+    assert asked == [0], "the site is not asked while a pod lives"
+
+
+def test_pods_that_are_gone_are_told_of_and_after_a_while_nobody_is_waited_for(run: RunDir) -> None:
+    clock, queued = Clock(), [1]
+    Ledger(run, PodIdentity("pod", "0")).register()  # and renewed no more
+    watch = PodWatch(run, lambda: queued[-1], clock)
+    watch.begin()
+
+    def later(seconds: float) -> str:
+        said = ""
+        end = clock.now + seconds
+        while clock.now < end:
+            clock.now += LOOK_S
+            said = watch.look()
+        return said
+
+    assert watch.look() == ""
+    assert later(TIMES.lease_s) == ""
+    assert later(10 * GIVE_UP_S) == pod_watch.QUEUED
+    queued.append(0)
+    assert f"megaflow-hpc resume {run}; this trainer ends in 15 min" in later(LOOK_S)
+    assert "ends in 5 min" in later(GIVE_UP_S - 300)
+    queued.append(2)  # as resume does
+    assert later(LOOK_S) == pod_watch.QUEUED
+    queued.append(0)
+    with pytest.raises(StarvedError, match=r"for 15 minutes no pod was there and none was queued.*resume"):
+        later(GIVE_UP_S + 2 * LOOK_S)
+
+
+@pytest.mark.parametrize(("prints", "found"), [("print(3)", 3), ("print(0)", 0), ("exit(1)", None)])
+def test_the_site_is_asked_by_the_command_of_the_batch_script(
+    monkeypatch: pytest.MonkeyPatch, prints: str, found: int | None
+) -> None:
+    monkeypatch.setenv(ASK, shlex.join([sys.executable, "-c", prints]))
+    assert pod_watch.ask_site() == found
+
+
+def test_a_starved_training_stays_open_and_goes_on_once_there_are_pods(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataflow, "SAID_S", 0.0)
+    monkeypatch.setattr(pod_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(pod_watch, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(pod_watch, "TIMES", type(TIMES)(lease_s=0.5))
+    pods, said = Pods(run, lambda rollout: float(rollout.sample_index)), list[str]()
+    pods.work()
+    flow = Dataflow(run, say=said.append)
+    with pytest.raises(StarvedError):
+        next(flow.steps())
+    flow.leave()
+    assert any("step 1 waits for rollouts" in line and "no pod is there and none is queued" in line for line in said)
+    assert Marks(run).open == ["default"]
+    pods.work()
+    again = Dataflow(run, say=said.append)
+    steps = again.steps()
+    step_through(again, next(steps), START)
+    assert again.files.committed() is not None
+    again.close()
+    assert os.listdir(run.ledger / "open") == []
