@@ -143,6 +143,8 @@ class Ours:
         self.base = tree_of(base)
         self.images = Images(ImageStore(place / "store"), builder=Builder())
         self.mapping = ImageMapping({"base": str(base)}, place)
+        self.said: list[str] = []
+        self.images.say = self.said.append
 
     def build(self, context: Path, args: Mapping[str, str]) -> Answer:
         """What it makes of a directory with a Dockerfile."""

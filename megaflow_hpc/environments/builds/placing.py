@@ -90,7 +90,13 @@ class Placer:
             raise ConfigError(f"{how.target}: more than {DEEPEST} directories in one another")
         attributes = self._attributes(found, how)
         known = self._view.entry(target)
-        if known is not None and not known.is_directory and (top or not how.replaces):
+        if known is not None and known.kind == stat.S_IFLNK and how.replaces and not top and not _archived(found, how):
+            # The archive has no entry for it: what is below goes where the link leads.
+            target = self._view.resolve(target)
+            known = self._view.entry(target)
+            if known is None or not known.is_directory:
+                raise ConfigError(f"/{target}: not a directory in the image, and a link in the way leads there")
+        elif known is not None and not known.is_directory and (top or not how.replaces):
             raise ConfigError(f"{target}: a directory cannot be copied over a file or a link")
         if top and known is not None:
             self._lead_to(target, attributes)

@@ -20,7 +20,8 @@ PYTHON = helper_python.NAME
 _PROLOGUE = """\
 set -e
 umask 022
-unset TAR_OPTIONS
+unset TAR_OPTIONS USER LOGNAME # a sandbox sets them
+if [ "${LANG-}" = C ]; then unset LANG; fi # so does Apptainer
 tools() { PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"; }
 """
 
@@ -127,7 +128,8 @@ def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int], who: Acc
     # Not indented: that would alter strings of several lines.
     lines += ["("] if step.mounts else []
     workdir = shlex.quote(step.workdir)
-    lines += [f"if [ ! -d {workdir} ]; then tools mkdir -p {workdir}; fi", f"cd {workdir}"]
+    lines += [f"if [ ! -d {workdir} ]; then tools mkdir -p {workdir}; fi", f"cd -P {workdir}"]
+    lines += ["unset PWD OLDPWD SHLVL MEGAFLOW_COMMAND"]  # the step's shell sets its own; the last is a sandbox's mark
     lines += [f"export HOME={shlex.quote(who.home)}"] if home else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in step.exports.items()]
     command = "exec " + " ".join(map(shlex.quote, step.argv))

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,11 +37,13 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import Refused
 
-KEY_VERSION = "megaflow-step-2"
+KEY_VERSION = "megaflow-step-3"
 KEY_LENGTH = 40
 SETTINGS = ".singularity.d/env/92-megaflow.sh"
 """Where Apptainer reads an image's variables, after those that its base sets (90-environment.sh)."""
 
+_ACCOUNT = re.compile(r"^export (?:USER|LOGNAME)='?[\w.-]+'?$", re.MULTILINE)
+"""What an image sets of the variables that a sandbox has of its own."""
 _SHOWN_LINES = 15
 _SHOWN_CHARACTERS = 4000
 
@@ -79,6 +82,8 @@ class StageBuilds:
             ConfigError: a source that cannot be copied, a user that is not there.
             SiteError: a step that failed, with what it printed at last.
         """
+        for line, name in self._dockerfile.unset:
+            self._differs(line, f"${name} counts as unset, whatever the base image sets")
         for stage in self._dockerfile.needed:
             self._images[stage.name] = await self._stage(stage)
         last = self._dockerfile.last
@@ -112,7 +117,7 @@ class StageBuilds:
         async def make(file: Path) -> LayerFacts:
             self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
             for note in differences(step):
-                self._say(f"{self._dockerfile.path}:{step.line}: other than in Docker: {note}")
+                self._differs(step.line, note)
             if isinstance(step, Run):
                 return await self._run(image, step, exports, file)
             if isinstance(step, Copy):
@@ -120,6 +125,9 @@ class StageBuilds:
             return await asyncio.to_thread(self._make_directory, image, step, file)
 
         return await self._once(key, f"{self._dockerfile.path.name}:{step.line}", make)
+
+    def _differs(self, line: int, note: str) -> None:
+        self._say(f"{self._dockerfile.path}:{line}: other than in Docker: {note}")
 
     async def _once(self, key: str, source: str, make: Callable[[Path], Awaitable[LayerFacts]]) -> LayerFacts | None:
         """The layer of ``key``, which ``make(file)`` writes where nobody has yet; ``None``: it changes nothing."""
@@ -176,6 +184,8 @@ class StageBuilds:
         who = account(view, step.user)
         places = [view.entry(view.resolve(path)) for path in ("tmp", "var/tmp")]
         room = any(found is None or found.attributes.mode & 0o1777 != 0o1777 for found in places)
+        if room and who.uid:
+            self._differs(step.line, "/tmp and /var/tmp are made for everybody to write to")
         home = not any(line.startswith("export HOME=") for line in exports)
         await self._workshop.open()
         numbers = []
@@ -187,8 +197,9 @@ class StageBuilds:
                     await asyncio.to_thread(_lay_out, self._dockerfile, mount.copy, items)
                 else:
                     await self._copy_out(mount.copy, items)
-        async with await self._workshop.start(image, self._spec) as sandbox:
-            text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
+        async with await self._workshop.start(image, self._spec, view) as sandbox:
+            lines = [*_ACCOUNT.findall(image.settings), *exports]
+            text = run_text(step, lines, numbers, who, home=home, room=room and bool(who.uid))
             await self._carry_out(sandbox, step.line, text)
             facts = await self._workshop.layer_of(sandbox, file)
         for number in filter(None, numbers):

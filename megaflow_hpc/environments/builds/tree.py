@@ -5,7 +5,7 @@
     copy ROOT TARGET SOURCE…    what lies at each SOURCE of the image → TARGET/<number>/<its name>
     place FILE ITEMS            a layer with ITEMS put in place; how, and over which layers, comes by standard input
     layer FILE UPPER [marks]    a layer of what an overlay's upper directory holds; marks: files mark what is deleted
-    join TARGET BASE LAYER…     a base and layers over it, the lowest first → one tree
+    lay TARGET LAYER…           a base or layers, the lowest first, put over the tree at TARGET, which may be missing
     pack ROOT FILE              the image → a squashfs
 
 The files are whatever a step has made. They are never opened by a path: every link in one is read as a process in the
@@ -34,8 +34,10 @@ from megaflow_hpc.host import beneath, child
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import Refused
 
-OURS = (".megaflow", ".megaflow-build", ".megaflow-placing")
+OURS = (".megaflow", ".megaflow-build", ".megaflow-placing", "dev")
 """Directories at the top in which the build's own were mounted."""
+POINTS = (("dev", "full"), ("etc", "hosts"))
+"""On which it mounted; on the second only where a step writes to a copy."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
@@ -68,6 +70,8 @@ def place(file: str, items: str) -> None:
 def layer(file: str, upper: str, marks: str = "") -> None:
     """Writes a layer of an overlay's upper directory, without what the build itself mounted there; prints its facts."""
     top = os.open(upper, _DIRECTORY)
+    for place in POINTS if marks else POINTS[:1]:
+        _remove_point(top, *place)
     for name in OURS:
         with suppress(OSError):  # there is none, or the image has something there itself
             os.rmdir(name, dir_fd=top)
@@ -76,13 +80,28 @@ def layer(file: str, upper: str, marks: str = "") -> None:
     _print(packer)
 
 
+def _remove_point(top: int, directory: str, name: str) -> None:
+    with suppress(OSError):  # there is none
+        place = os.open(directory, _DIRECTORY, dir_fd=top)
+        try:
+            found = os.stat(name, dir_fd=place, follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                os.rmdir(name, dir_fd=place)
+            elif stat.S_ISREG(found.st_mode) and not found.st_size:
+                os.unlink(name, dir_fd=place)
+        finally:
+            os.close(place)
+
+
 def _print(packer: Packer) -> None:
     print(json.dumps(asdict(packer.facts())))
 
 
-def join(target: str, base: str, *layers: str) -> None:
-    """Copies the files of an image, and puts copies of layers over them."""
-    _copy(os.path.realpath(base), target)
+def lay(target: str, *layers: str) -> None:
+    """Puts copies of layers over a tree; where there is none, the first is a base, and copied."""
+    if not os.path.lexists(target):
+        _copy(os.path.realpath(layers[0]), target)
+        layers = layers[1:]
     for each in layers:
         _copy(os.path.realpath(each), f"{target}.layer")
         merging.put_over(f"{target}.layer", target)
@@ -106,7 +125,7 @@ def main() -> None:
         "copy": copy,
         "place": place,
         "layer": layer,
-        "join": join,
+        "lay": lay,
         "pack": pack,
     }
     os.umask(0o022)

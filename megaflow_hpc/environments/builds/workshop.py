@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import stat
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.unpacking import unpack
+from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
@@ -33,6 +35,7 @@ from megaflow_hpc.host.subordinate import all_ids, namespace
 _ROOT = SandboxSpec("", nested=True)
 """Who mounts layers to read them: uid 0 of its namespace."""
 RESOLVER = "/etc/resolv.conf"
+HOSTS = "etc/hosts"
 
 
 class Workshop:
@@ -69,6 +72,7 @@ class Workshop:
         scratch = str(provider.scratch)
         self._copies = os.geteuid() == 0 or provider.images.writes == "copy" or not overlay.works(scratch)
         self._number = 0
+        self._laid: dict[Path, list[Path]] = {}
 
     @property
     def items(self) -> Path:
@@ -98,13 +102,23 @@ class Workshop:
         blob = self._layers.path(layer.digest)
         return self._hold.get(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
-    async def start(self, image: LayeredImage, spec: SandboxSpec) -> ApptainerSandbox:
-        """Returns a sandbox over an image's trees."""
+    async def start(self, image: LayeredImage, spec: SandboxSpec, view: View) -> ApptainerSandbox:
+        """Returns a sandbox over an image's trees, in which what Docker mounts is there too: ``/dev/full`` and names
+        of ``localhost``.
+
+        Args:
+            view: of the image.
+        """
         assert self._provider is not None
         lowers = await self._lowers(image)
-        binds = [f"{self.items}:{STEPS_DIR}:ro", *spec.binds]
+        binds = [f"{self.items}:{STEPS_DIR}:ro", "/dev/full:/dev/full", *spec.binds]
         if spec.network == "host" and not os.path.lexists(lowers[-1] / RESOLVER.lstrip("/")):
             binds += [f"{RESOLVER}:{RESOLVER}:ro"]  # in others Apptainer puts it there by itself
+        points = self._hosts(view)
+        if points is not None and self._copies:
+            binds += [f"{points}/{HOSTS}:/{HOSTS}:ro"]
+        elif points is not None:  # below what is written: a place made for a bind would be in the step's layer
+            lowers = [points, *lowers]
         spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends)
         access = Access(
             "tree",
@@ -116,13 +130,38 @@ class Workshop:
         )
         return await self._provider.start(spec, access=access)
 
+    def _hosts(self, view: View) -> Path | None:
+        """A tree of a file with names of ``localhost``; ``None`` where the image has a link or a stranger's files."""
+        etc, hosts = view.entry("etc"), view.entry(HOSTS)
+        if etc is None or not etc.is_directory or etc.attributes.uid or etc.attributes.gid:
+            return None
+        if hosts is not None and not stat.S_ISREG(hosts.kind):
+            return None
+        points = self.place("points")
+        file = points / HOSTS
+        file.parent.mkdir(parents=True)
+        file.write_text("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
+        file.chmod(0o644)
+        points.chmod(0o755)
+        file.parent.chmod(etc.attributes.mode | 0o700)
+        os.utime(file.parent, (etc.attributes.mtime, etc.attributes.mtime))
+        return points
+
     async def _lowers(self, image: LayeredImage) -> list[Path]:
         """The trees of an image; where sandboxes write to copies, one tree of all."""
         lowers = await self.trees(image)
         if not self._copies or len(lowers) == 1:
             return lowers
-        laid = self.place("laid")
-        await run_tree(self.namespace, "join", str(laid), *map(str, reversed(lowers)))
+        wanted = lowers[::-1]
+        # What a step wrote goes over the tree that it ran on: a chain is laid out once, not once for each step.
+        begun = [laid for laid, parts in self._laid.items() if parts == wanted[: len(parts)]]
+        laid = max(begun, key=lambda laid: len(self._laid[laid]), default=None)
+        parts = self._laid.pop(laid) if laid else []
+        if laid is None:
+            laid = self.place("laid")
+        if parts != wanted:
+            await run_tree(self.namespace, "lay", str(laid), *map(str, wanted[len(parts) :]))
+        self._laid[laid] = wanted
         return [laid]
 
     async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> LayerFacts:

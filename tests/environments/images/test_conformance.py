@@ -17,12 +17,14 @@ from megaflow_hpc.errors import ConfigError
 from tests.bench.builder_peers import ANSWERS, Ours
 from tests.environments.images.conformance.answers import Answer, compare
 from tests.environments.images.conformance.cases import CASES, make_base, write
-from tests.environments.images.conformance.differences import LATER, MORE, REFUSED
+from tests.environments.images.conformance.differences import DIFFERENT, LATER, MORE, REFUSED
 
 BUILT = (
     "add several tars",
+    "add tar through link",
     "arg after env in words",
     "arg of parent stage",
+    "copy directory that cannot be written",
     "copy empty directory",
     "copy file below link that leads up",
     "copy file over name of two",
@@ -42,6 +44,7 @@ BUILT = (
     "mount bind over files",
     "mount cache mode",
     "workdir below link to nothing",
+    "workdir through link",
     "heredoc copy escapes",
     "heredoc copy several",
     "heredoc run redirected",
@@ -52,7 +55,10 @@ BUILT = (
     "one name of two changed",
     "rename directory",
     "run chown",
+    "run devices",
+    "run environment",
     "run hard link",
+    "run hosts",
     "stage twice",
     "user and copy",
     "user and group",
@@ -107,3 +113,17 @@ def test_an_image_has_the_files_that_buildkits_has(
     write(context, {**CASES[name].files, "Dockerfile": CASES[name].text})
     found = ours.build(context, CASES[name].args)
     assert not compare(known[name], found), CASES[name].text
+
+
+@pytest.mark.parametrize("name", [*LATER, *DIFFERENT])
+def test_nothing_is_silently_other_than_in_buildkit(
+    known: dict[str, Answer], ours: Ours, tmp_path: Path, name: str
+) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    write(context, {**CASES[name].files, "Dockerfile": CASES[name].text})
+    ours.said.clear()
+    found = ours.build(context, CASES[name].args)
+    assert compare(known[name], found), CASES[name].text
+    said = found.get("fails") or "\n".join(ours.said)
+    assert re.search({**LATER, **DIFFERENT}[name], said), said

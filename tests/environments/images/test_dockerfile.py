@@ -6,11 +6,12 @@ import os
 import subprocess
 import tarfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.environments.builds import program, workshop
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
@@ -31,7 +32,8 @@ from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
-from tests.support.builds import unpacked
+from tests.support.builds import build, unpacked
+from tests.support.image_trees import tree_of
 
 
 def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
@@ -597,3 +599,39 @@ def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(bas
         == third
     )
     assert said == []
+
+
+def test_a_default_that_a_base_image_might_know_better_is_told(small_rootfs: str, tmp_path: Path) -> None:
+    images, said = Images(ImageStore(tmp_path / "store"), builder=Builder()), list[str]()
+    images.say = said.append
+    text = "FROM base\nARG OURS\nENV MADE=${OURS:-1} OPEN=${THEIRS-2}\nWORKDIR /${MADE:-x}\nRUN echo ${SHELLS:-own}\n"
+    dockerfile = parse(tmp_path, text)
+    assert [name for _, name in dockerfile.unset] == ["OURS", "THEIRS"]
+    images.resolve_dockerfile(dockerfile, ImageMapping({"base": small_rootfs}, tmp_path))
+    assert said[:2] == [
+        f"{dockerfile.path}:3: other than in Docker: ${name} counts as unset, whatever the base image sets"
+        for name in ("OURS", "THEIRS")
+    ]
+
+
+def test_without_an_overlay_a_chain_is_laid_out_once_for_all_its_steps(
+    small_rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    laid: list[str] = []
+
+    async def counted(prefix: Sequence[str], *words: str, said: object = None) -> str:
+        laid.extend(words[2:] if words[0] == "lay" else ())
+        return await program.run_tree(prefix, *words, said=said)
+
+    monkeypatch.setattr(workshop, "run_tree", counted)
+    steps = "RUN echo 1 > /one\nRUN rm /one && echo 2 > /two\n"
+    steps += "RUN mkdir /d && cat /two > /d/two && rm /two\nRUN ls /d / > /seen\n"
+    text = (
+        f"FROM base AS first\n{steps}FROM first\nRUN echo 3 > /d/three\nCOPY --from=first /d /e\nRUN ls /e >> /seen\n"
+    )
+    image = build(tmp_path / "context", text, {"base": small_rootfs})
+    found = tree_of(image)
+    assert {"/d/two", "/d/three", "/e/two", "/seen"} <= found.keys()
+    assert not {"/one", "/two", "/e/three"} & found.keys()
+    assert len(laid) == len(set(laid)) == 7, laid  # the base, and six layers

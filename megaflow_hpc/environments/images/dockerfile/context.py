@@ -294,7 +294,8 @@ def _copy_directory(context: Context, top: str, item: Path, bounds: Bounds, excl
             if stat.S_ISDIR(found.st_mode):
                 directories[each] = found
     for name, found in directories.items():  # what was written into them has changed their times
-        os.utime(item / os.path.relpath(name, top), ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.utime(place := item / os.path.relpath(name, top), ns=(found.st_atime_ns, found.st_mtime_ns))
+        place.chmod(stat.S_IMODE(found.st_mode) | 0o500)  # it is read on its way into the image
 
 
 def patterns(lines: Sequence[str], where: str = "") -> Excluded:

@@ -38,6 +38,7 @@ class Dockerfile:
         reader.read()
         self.stages = reader.stages
         self.ignored = reader.ignored
+        self.unset = reader.unset
         """Line, instruction and reason of what has no meaning in a sandbox."""
 
     @classmethod

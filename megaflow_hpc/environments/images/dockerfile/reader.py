@@ -66,6 +66,9 @@ _WITHOUT_ARG = frozenset((*_PROXIES, *(name.lower() for name in _PROXIES)))
 """Arguments that a build takes without an ``ARG``."""
 
 
+_DEFAULTED = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*):?[-+]")
+
+
 class Reader:
     """Reads a file's instructions one by one into ``stages``.
 
@@ -80,6 +83,8 @@ class Reader:
         self.stages: list[Stage] = []
         self.ignored: list[tuple[int, str, str]] = []
         """Line, instruction and reason of what has no meaning in a sandbox."""
+        self.unset: list[tuple[int, str]] = []
+        """Line and name of each variable with a default that the file does not set, and a base image might."""
         self._global_args: dict[str, Text] = {}
         self._stage: Stage | None = None
         self._line = 1
@@ -107,6 +112,10 @@ class Reader:
         handler = getattr(self, f"_take_{name.lower()}", None)
         if handler is None:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
+        if self._stage is not None and name not in ("RUN", "FROM", "SHELL"):
+            scope = self._scope()
+            asked = dict.fromkeys(_DEFAULTED.findall(" ".join([*found.flags, *found.args])))
+            self.unset += [(self._line, variable) for variable in asked if variable not in scope]
         handler(found)
 
     # --- what holds from here on --------------------------------------------------------------------------------
