@@ -100,6 +100,9 @@ class BatchConfig(Section):
     """Groups. Default: 16."""
     samples: int | None = Field(None, ge=1)
     """Rollouts of each group. Default: the policy's ``samples``."""
+    refill: int = Field(0, ge=0, le=100)
+    """How often a step asks for further tasks in the place of groups that ``data`` drops, before it is made of what is
+    there (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). Default: 0; steps get smaller."""
 
 
 class ModeConfig(Section):

@@ -105,7 +105,7 @@ class Dataflow:
         self._sequences = Sequences(self.run, self.policy)
         self._buffer: Buffer | None = None
         self._planner: Planner | None = None
-        self._committed = 0
+        self._committed, self._dry = 0, False
         self._watch = PodWatch(self.run)
         self._lease: OpenLease | None = None
         self._marks = Marks(self.run)
@@ -276,12 +276,27 @@ class Dataflow:
         version = self._version()
         if self._asks and not ended and self._pace.is_due(self._buffer.rounds_under_way(), version):
             return None
-        plan = self._planner.plan(number, version, self._want(number), self.trainer, last=ended)
+        plan = self._plan(self._planner, self._buffer, number, version, ended)
         if plan is None:
             return None
         if (found := self.files.claim(number, plan)) is not plan:
             self._buffer = self._planner = None  # what was settled is what that plan says
         return found
+
+    def _plan(self, planner: Planner, buffer: Buffer, number: int, version: int, ended: bool) -> Plan | None:
+        """Makes the plan if there is enough, and asks for groups in the place of those that were dropped."""
+        most = self.config.batch.refill if self._asks else 0
+        short = bool(most) and self._pace.refills(number) >= most
+        how = (number, version, self._want(number), self.trainer)
+        plan = planner.plan(*how, last=ended, replace=bool(most), short=short)
+        if plan is not None or ended or not most:
+            return plan
+        under_way = buffer.open_groups - len(buffer.complete())
+        lacks = planner.lacks - under_way
+        if lacks <= 0 or self._pace.refill(number, lacks, planner.learned.get("prompts", {})) or under_way:
+            return None
+        self._dry = not buffer.complete()
+        return planner.plan(*how, last=True, replace=True)
 
     def _ask(self) -> None:
         if self._asks and not self.rank:
@@ -302,7 +317,7 @@ class Dataflow:
             return "the campaign is cancelled"
         if self._marks.finished and (self.rank or not (self._buffer and self._buffer.complete())):
             return "the campaign is finished"
-        return "" if self._want(step) else "no task is left to ask for (training.prompts)"
+        return "" if self._want(step) and not self._dry else "no task is left to ask for (training.prompts)"
 
     def _speak(self, number: int, seconds: float) -> None:
         if self._buffer is not None and seconds > SAID_S:

@@ -3,13 +3,14 @@
 Each batch of tasks is one step's worth. Under a staleness bound k, the batch of step s is asked for when step s - 1 - k
 is committed. A step takes the groups that are complete first; where one that is not would be older than k in the step
 after, the step waits for it. k = 0 is synchronous training, and there a batch also waits until every engine has loaded
-the version.
+the version. Where groups that were dropped are replaced (``batch.refill``), a step asks for further tasks itself.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from megaflow_hpc.ledger.blocks import add_blocks
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts
-from megaflow_hpc.training.plan import Batch, TrainingFiles
+from megaflow_hpc.training.plan import Batch, Refill, TrainingFiles
 from megaflow_hpc.types import Rollout
 
 AHEAD = 4
@@ -26,6 +27,10 @@ AHEAD = 4
 that what they sample is still of use."""
 ADDED = 10**9
 """Round from which on tasks are numbered that a trainer asks for by itself."""
+REFILLED = 10**10
+"""Round from which on tasks are numbered that a step asks for in the place of others."""
+REFILLS = 1000
+"""Numbers of refills that a step has; more than it ever asks for."""
 
 
 class Pace:
@@ -56,6 +61,8 @@ class Pace:
         """Batch → ordinal of the newest weights when it was asked for."""
         self._added = max(0, *files.numbers(Batch), 0)
         """Batches whose blocks are known to be there; of the last one that is written down they may not be."""
+        self._refilled = False
+        """The same of refills."""
 
     @property
     def ahead(self) -> int:
@@ -113,6 +120,33 @@ class Pace:
         ]
         add_blocks(self._files.run, rollouts, token=f"{self._policy}.added.{token}", pods=self._pods)
 
+    def refills(self, step: int) -> int:
+        """Returns how often a step has asked for further tasks."""
+        return sum(number // REFILLS == step for number in self._files.numbers(Refill))
+
+    def refill(self, step: int, count: int, learned: dict[str, object]) -> bool:
+        """Asks for ``count`` further tasks of a step, no more than a batch has; tells whether any is left to ask for.
+
+        Raises:
+            OSError: the run directory does not answer; the call may be repeated.
+        """
+        number = step * REFILLS + self.refills(step)
+        if not self._refilled and number % REFILLS:  # an earlier start may have died before it added the blocks
+            earlier = self._files.read(Refill, number - 1)
+            assert earlier is not None
+            self._add_blocks(earlier, f"refill.{number - 1:06d}")
+            self._refilled = True
+            return True
+        tasks, version, state = self._choose(
+            self._added, count, REFILLED + number * self._config.batch.tasks, learned, [3, number]
+        )
+        self._refilled = True
+        if not tasks:
+            return False
+        refill = Refill(batch=self._added, tasks=tasks, samples=self._samples, version=version, state=state)
+        self._add_blocks(self._files.claim(number, refill), f"refill.{number:06d}")
+        return True
+
     def batch(self, number: int) -> Batch | None:
         """Returns what was asked for as one batch, from 0; ``None`` if it was not yet."""
         return self._files.read(Batch, number)
@@ -126,24 +160,41 @@ class Pace:
         return f"waits for {', '.join(behind)} to load weights {wanted}" if behind else ""
 
     def _add(self, number: int, learned: dict[str, object]) -> None:
-        batch = self.batch(number) or self._files.claim(number, self._choose(number, learned))
+        batch = self.batch(number)
+        if batch is None:
+            first, count = number * self._config.batch.tasks, self._config.batch.tasks
+            tasks, version, state = self._choose(number, count, first, learned, [1, number])
+            batch = Batch(batch=number, tasks=tasks, samples=self._samples, version=version, state=state)
+            batch = self._files.claim(number, batch)
+        self._add_blocks(batch, f"{number:06d}")
+
+    def _add_blocks(self, batch: Batch, token: str) -> None:
         rollouts = [
             Rollout(task, self._policy, sample, self._agent, round)
             for task, round in batch.tasks
             for sample in range(batch.samples)
         ]
-        add_blocks(self._files.run, rollouts, token=f"{self._policy}.{number:06d}", pods=self._pods)
+        if rollouts:  # else no task is left that may be asked for
+            add_blocks(self._files.run, rollouts, token=f"{self._policy}.{token}", pods=self._pods)
 
-    def _choose(self, number: int, learned: dict[str, object]) -> Batch:
-        batch = self._config.batch
-        earlier = self.batch(number - 1) if number else None
-        random = np.random.default_rng([self._config.seed, 1, number])
-        state = {**(earlier.state if earlier else {}), **learned}
-        chosen, state = self._prompts.choose(self._tasks, batch.tasks, state, random)
+    def _choose(
+        self, batches: int, count: int, first: int, learned: dict[str, object], seed: list[int]
+    ) -> tuple[list[tuple[str, int]], int, dict[str, Any]]:
+        """Chooses tasks, with rounds from ``first`` on; also returns the newest version's ordinal, and the state after.
+
+        Args:
+            batches: those that were asked for before.
+        """
+        last = next(reversed(self._files.numbers(Refill)), None)
+        refill = None if last is None else self._files.read(Refill, last)
+        earlier = refill if refill and refill.batch == batches else self.batch(batches - 1) if batches else None
+        random = np.random.default_rng([self._config.seed, *seed])
+        chosen, state = self._prompts.choose(
+            self._tasks, count, {**(earlier.state if earlier else {}), **learned}, random
+        )
         times: dict[str, int] = {}
         tasks = []
         for task in chosen:
             times[task] = times.get(task, -1) + 1
-            tasks.append((task, number * batch.tasks + times[task]))  # no batch asks for one task more often
-        version = current(self._files.run, self._policy).ordinal
-        return Batch(batch=number, tasks=tasks, samples=self._samples, version=version, state=state)
+            tasks.append((task, first + times[task]))  # none is asked for as often as there are rounds
+        return tasks, current(self._files.run, self._policy).ordinal, state

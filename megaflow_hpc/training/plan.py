@@ -3,6 +3,7 @@
 ::
 
     batches/000003.json     :class:`Batch`: tasks that were asked for together
+    refills/012001.json     :class:`Refill`: tasks that step 12 asked for in the place of groups that were dropped
     steps/000012.json       :class:`Plan`: what step 12 trains on, and what it drops; never changed
     commits/000012.json     step 12 is done: its checkpoint, its weights, its metrics
     trainers/000002.json    the second start of the trainer; earlier ones commit no more
@@ -117,6 +118,10 @@ class Batch(msgspec.Struct, kw_only=True):
     """Of the choice of tasks, after this one."""
 
 
+class Refill(Batch, kw_only=True):
+    """Further tasks for a step; ``batch`` counts the batches that were asked for before."""
+
+
 class TrainingFiles:
     """The files of one policy. Building one touches nothing."""
 
@@ -211,4 +216,10 @@ class TrainingFiles:
         return None
 
 
-_KINDS: dict[type[msgspec.Struct], str] = {Batch: "batches", Plan: "steps", Commit: "commits", Trainer: "trainers"}
+_KINDS: dict[type[msgspec.Struct], str] = {
+    Batch: "batches",
+    Refill: "refills",
+    Plan: "steps",
+    Commit: "commits",
+    Trainer: "trainers",
+}

@@ -11,6 +11,7 @@ import numpy as np
 from megaflow_hpc.config.data_algorithms import ReplayConfig
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
+from megaflow_hpc.training.algorithms.choice import Choice
 from megaflow_hpc.training.algorithms.samples import Group, Sample
 from megaflow_hpc.training.buffer import Arrived, Buffer
 from megaflow_hpc.training.plan import Plan, PlannedRollout
@@ -35,6 +36,8 @@ class Planner:
         self._config, self._settings, self._buffer = config, settings, buffer
         self._prompts = Prompts(config.prompts)
         self.learned = learned
+        self.lacks = 0
+        """After a plan that was not made: groups that it lacks."""
         steps = (step.settings for step in config.data)
         self._replayable = next((step.size for step in steps if isinstance(step, ReplayConfig)), 0)
         self._used: deque[tuple[Group, dict[str, Arrived]]] = deque(maxlen=self._replayable)
@@ -45,28 +48,37 @@ class Planner:
             if len(self._used) == self._replayable:
                 break
 
-    def plan(self, step: int, version: int, want: int, trainer: int, last: bool = False) -> Plan | None:
-        """Returns the plan of a step; ``None`` while there is too little for one.
+    def plan(
+        self,
+        step: int,
+        version: int,
+        want: int,
+        trainer: int,
+        last: bool = False,
+        replace: bool = False,
+        short: bool = False,
+    ) -> Plan | None:
+        """Returns the plan of a step; ``None`` while there is too little for one, and :attr:`lacks` says how much.
 
         Args:
             version: ordinal of the newest weights.
             want: groups that the step settles, be they trained on or dropped.
             last: no more rollouts will come, so fewer groups are enough.
+            replace: groups that are dropped do not count.
+            short: fewer groups that count are enough, where so many are there.
         """
         complete = self._buffer.complete()
-        if not complete or (len(complete) < want and not last):
+        self.lacks = want - len(complete)
+        if not complete or not want or (self.lacks > 0 and not last):
             return None
-        seed = [self._config.seed, 2, step]
-        choice = choose(
-            self._config,
-            complete,
-            version=version,
-            want=want,
-            replayed=[group for group, _ in self._used],
-            state=self.learned.get("data", {}),
-            random=np.random.default_rng(seed),
-            advantage=self._settings.advantage,
-        )
+        settles = want
+        choice = self._choose(step, version, complete, settles)
+        while replace and (lacks := want - len(choice.taken)) > 0 and settles < len(complete):
+            settles += lacks
+            choice = self._choose(step, version, complete, settles)
+        if replace and (lacks := want - len(choice.taken)) > 0 and not (last or short):
+            self.lacks = lacks
+            return None
         arrived = dict(self._buffer.arrived)
         for _, earlier in self._used:
             arrived.update(earlier)
@@ -92,12 +104,27 @@ class Planner:
         return Plan(
             step=step,
             version=version,
-            seed=seed,
+            seed=self._seed(step),
             rollouts=rollouts,
             drops=choice.drops,
             settled=self._buffer.settled,
             state=self.learned,
             trainer=trainer,
+        )
+
+    def _seed(self, step: int) -> list[int]:
+        return [self._config.seed, 2, step]
+
+    def _choose(self, step: int, version: int, complete: list[Group], settles: int) -> Choice:
+        return choose(
+            self._config,
+            complete,
+            version=version,
+            want=settles,
+            replayed=[group for group, _ in self._used],
+            state=self.learned.get("data", {}),
+            random=np.random.default_rng(self._seed(step)),
+            advantage=self._settings.advantage,
         )
 
 

@@ -22,7 +22,7 @@ from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
-from megaflow_hpc.training.plan import Batch, Plan, TrainingFiles
+from megaflow_hpc.training.plan import Batch, Plan, Refill, TrainingFiles
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train, trained
@@ -147,6 +147,90 @@ def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path
         assert {rollout.task for rollout in plan.rollouts} == {"task-2", "task-3"}
         dropped = {name.partition("@")[0].partition("/")[0] for name in plan.drops}
         assert dropped == {"task-0", "task-1"}
+
+
+def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "batch": {"tasks": 4, "refill": 10}, "data": ["zero_variance"]}
+    run = training_run(tmp_path / "run", training, tasks=12, samples=2)
+
+    def reward(rollout: Rollout) -> float:
+        return alternating(rollout) if int(rollout.task_id.partition("-")[2]) % 2 else 1.0  # half have nothing to teach
+
+    flow, plans = drink(run, Pods(run, reward, lambda: current(run, "default").version))
+    asked = [rollout for block in read_blocks(run) for rollout in block.rollouts]
+    assert len({rollout.id for rollout in asked}) == len(asked)
+    assert len(plans) == 3
+    for plan in plans:
+        assert len({rollout.group for rollout in plan.rollouts}) == 4
+        assert set(plan.drops.values()) == {"zero variance"}
+        assert set(plan.staleness) == {0}
+    assert flow.files.numbers(Refill)
+    settled = [name for plan in plans for name in {*plan.drops, *(rollout.group for rollout in plan.rollouts)}]
+    assert len(settled) == len(set(settled)) == len({rollout.group_id for rollout in asked}), (
+        "none twice, none for nothing"
+    )
+    first = [rollout.task_id for rollout in asked if rollout.sample_index == 0][:12]
+    assert len(set(first)) == 12, "each task once before any comes again, be it asked for in the place of another"
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_steps_are_full_where_later_batches_fill_them_too(tmp_path: Path, bound: int) -> None:
+    training = {"batch": {"tasks": 2, "refill": 10}, "data": ["zero_variance"], "steps": 6}
+    training["mode"] = {"kind": "bounded", "staleness": bound}
+    run = training_run(tmp_path / "run", training, tasks=9, samples=2)
+    pods = Pods(run, lambda r: 1.0 if r.task_id < "task-4" else alternating(r), lambda: current(run, "default").version)
+    _, plans = drink(run, pods)
+    assert [len({rollout.group for rollout in plan.rollouts}) for plan in plans] == [2] * 6
+    assert max(staleness for plan in plans for staleness in plan.staleness) <= bound
+
+
+def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 2}, "data": ["zero_variance"]}
+    run = training_run(tmp_path / "run", training, tasks=4, samples=2)
+    flow, plans = drink(run, Pods(run, lambda r: 1.0))
+    assert [plan.rollouts for plan in plans] == [[], [], []]
+    assert flow.files.numbers(Refill) == [1000, 1001, 2000, 2001, 3000, 3001]
+    training["prompts"] = {"filter_solved": {"decay": 0.0}}
+    run = training_run(tmp_path / "solved", {**training, "steps": 9}, tasks=5, samples=2)
+    said: list[str] = []
+    flow = watched(run, Pods(run, lambda r: 1.0))
+    flow._say = said.append
+    for step in flow.steps():
+        step_through(flow, step, START)
+    assert ["no task is left to ask for" in line for line in said] == [True]
+    assert [len(plan.drops) for plan in _plans(flow)] == [2 + 2 * 2]
+    assert len({rollout.task_id for block in read_blocks(run) for rollout in block.rollouts}) == 5
+
+
+def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "batch": {"tasks": 4, "refill": 10}, "data": ["zero_variance"], "steps": 1}
+    run = training_run(tmp_path / "run", training, tasks=12, samples=2)
+    pods = Pods(run, lambda r: alternating(r) if int(r.task_id.partition("-")[2]) % 2 else 1.0)
+    flow = Dataflow(run, say=lambda text: None)
+    flow._enter()
+    assert flow._try(1) is None
+    pods.work()
+    add, flow._pace._add_blocks = flow._pace._add_blocks, _dies  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="killed"):
+        flow._try(1)
+    refill = flow.files.read(Refill, 1000)
+    assert refill is not None
+    flow._pace._add_blocks = add  # type: ignore[method-assign]
+    flow.leave()
+    _, (plan,) = drink(run, pods)
+    assert {task for task, _ in refill.tasks} <= {
+        rollout.task_id for block in read_blocks(run) for rollout in block.rollouts
+    }
+    assert len({rollout.group for rollout in plan.rollouts}) == 4
+
+
+def _plans(flow: Dataflow) -> list[Plan]:
+    plans = [flow.files.read(Plan, number) for number in flow.files.numbers(Plan)]
+    return [plan for plan in plans if plan]
+
+
+def _dies(*_: object) -> None:
+    raise RuntimeError("killed")
 
 
 def test_an_infinite_reward_ends_it_before_a_plan_is_made(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What one step trains on: the steps of ``data``, one after the other, on as many groups as a batch has tasks.
 
 A step settles ``want`` groups, be they trained on or dropped: as many as are asked for at a time. So what is dropped
-makes a step smaller, and never makes a later one wait for groups that nobody asks for.
+makes a step smaller, and never makes a later one wait for groups that nobody asks for; or, with ``batch.refill``, who
+plans settles more groups until the step is full.
 """
 
 from __future__ import annotations
