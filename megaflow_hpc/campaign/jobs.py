@@ -24,7 +24,7 @@ from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import gather_job, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
-from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
+from megaflow_hpc.slurm.ids import array_of, by_cluster, cluster_of, number, on, scancel
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
@@ -221,6 +221,26 @@ class Jobs(LiveJobs):
         going = held[: max(0, count - (len(own) - len(held)))]
         if going:
             site.ask("scontrol", "release", *going)
+            self.invalidate()
+        return going
+
+    def release_unlaunched(self) -> list[str]:
+        """Releases this run's jobs that Slurm holds because their node could not launch them; says which.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            SiteError: Slurm refuses.
+        """
+        live = self.live(0) or {}
+        going = sorted(job for job, state in live.items() if state.unlaunched)
+        for cluster, own in by_cluster(going).items():
+            site.ask("scontrol", *on(cluster), "release", *own)
+        if going:
+            shown = f"{', '.join(going[:3])}{', …' if len(going) > 3 else ''}"
+            count = f"{len(going)} jobs that their nodes" if len(going) > 1 else "a job that its node"
+            self.notices.append(f"released {count} could not launch: {shown}")
             self.invalidate()
         return going
 

@@ -340,8 +340,10 @@ class Run:
         if self.ledger.finished:
             return False
         if self.pods_live():
-            if chosen == "slurm" and self.config.training:
-                self.slurm_jobs.restart_trainers()
+            if chosen == "slurm":
+                self.slurm_jobs.release_unlaunched()
+                if self.config.training:
+                    self.slurm_jobs.restart_trainers()
             return True  # pods are queued or running; they take what was added
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start; ours get new ones

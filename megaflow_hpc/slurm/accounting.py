@@ -16,6 +16,9 @@ LIVE = frozenset(
     | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"}
 )
 
+UNLAUNCHED = "launch failed requeued held"
+"""Slurm's code for a job that a node could not start: a failed prolog, a slurmd that did not answer."""
+
 _FIELDS = "%i|%T|%S|%N|%r"
 """The reason is last: it may be an administrator's own words."""
 
@@ -41,6 +44,11 @@ class JobState:
     def held(self) -> bool:
         """Whether it waits for a release, from the beginning or after a requeue."""
         return self.state == "REQUEUE_HOLD" or (self.state == "PENDING" and "held" in self.reason.lower())
+
+    @property
+    def unlaunched(self) -> bool:
+        """Whether Slurm holds it because it could not launch it on the node that it was given."""
+        return self.held and self.reason.lower().replace("_", " ") == UNLAUNCHED
 
 
 def expand(job_id: str) -> list[str]:

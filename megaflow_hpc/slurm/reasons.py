@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.accounting import UNLAUNCHED, JobState
 
 _TIME = "ask for less (resume RUN --time), or name a partition that allows it (--partition)"
 REASONS: tuple[tuple[str, str, str], ...] = (
@@ -38,10 +38,11 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("JobHeldUser", "it is held", "scontrol release JOB"),
     ("JobHeldAdmin", "an administrator holds it", "ask the site's administrators why"),
     (
-        "launch failed requeued held|job requeued in held state",
-        "it could not be launched, and Slurm holds it",
-        "see the node's state (sinfo -R), then: scontrol release JOB",
+        UNLAUNCHED.replace(" ", "[ _]"),
+        "its node could not launch it, and Slurm holds it",
+        "see sinfo -R for that node's state, then: resume RUN, which releases it",
     ),
+    ("job.requeued.in.held.state", "it went back into the queue, held", "scontrol release JOB"),
     ("Licenses", "it waits for licenses that others use", ""),
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "correct slurm.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct qos under slurm.extra"),

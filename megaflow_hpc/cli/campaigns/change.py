@@ -120,7 +120,9 @@ def _resume(arguments: argparse.Namespace) -> int:
         ):
             more = "" if arguments.failed else "; failed ones run again with --failed"
             note(f"nothing to do: every rollout is stored{more}")
-        elif arguments.no_wait:
+            return True
+        say_notices(run.slurm_jobs)
+        if arguments.no_wait:
             print_json({"run": str(run.path), "jobs": run.job_ids()}) if arguments.json else say(run.path)
             return False
         return True
