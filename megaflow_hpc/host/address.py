@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
@@ -29,6 +32,25 @@ def address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return LOOPBACK
+
+
+SIOCGIFADDR = 0x8915
+"""netdevice(7): the IPv4 address of an interface."""
+
+
+def interface_towards(host: str) -> str:
+    """Returns the interface by which this node reaches an IPv4 address, its own ones included; else ``""``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host or LOOPBACK, 9))  # nothing is sent
+        except OSError:
+            return ""
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # without an address
+                if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
+                    return name
+    return ""
 
 
 def unproxied(environ: Mapping[str, str]) -> dict[str, str]:

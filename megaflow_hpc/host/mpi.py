@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.address import interface_towards
 
 PMI2, PMIX = ("pmi2", "cray_shasta"), ("pmix", "pmix_v5", "pmix_v4", "pmix_v3")
 """Types of ``srun --mpi``: MPICH and Intel MPI speak pmi2 without further libraries, Open MPI speaks pmix alone."""
@@ -65,3 +68,26 @@ def mpi_library() -> str:
 def mpi_order(library: str) -> tuple[str, ...]:
     """Returns the types of ``srun --mpi`` in the order in which they are worth trying with this MPI."""
     return (*PMIX, *PMI2) if library.startswith("Open MPI") else (*PMI2[:1], *PMIX, *PMI2[1:])
+
+
+def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns what MPI's network is set to before MPI starts in a step of several nodes; empty where MPI decides.
+
+    With UCX, MPICH tells the other nodes 4 KB of its memory, of which its address is a part, in pieces of 1,022 digits
+    and a key for each; Slurm's pmi2 reads 1,024 bytes of a line, and the start hangs wherever a piece is full. With
+    libfabric it tells 16 bytes. Of its providers ``sockets`` lets the other ranks go on when one is killed; in ``tcp``
+    rank 0 waits for ever. Of several interfaces libfabric takes one that may lead nowhere (a bridge of
+    containers), so it is told the one by which this node reaches the step's ``srun``.
+
+    Args:
+        library: All that MPI says of itself. One made without UCX or without libfabric has no choice.
+        environ: This rank's variables. A network that they choose stays.
+    """
+    device = re.search(r"MPICH Device:\s*(.*)", library)
+    over_pmi2 = environ.get("MEGAFLOW_MPI") == "pmi2" and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    chosen = "MPIR_CVAR_CH4_NETMOD" in environ or "FI_PROVIDER" in environ
+    if chosen or not over_pmi2 or not device or not {"ucx", "ofi"} <= set(re.findall(r"\w+", device[1])):
+        return {}
+    found = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets"}
+    interface = interface_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+    return found | ({"FI_SOCKETS_IFACE": interface} if interface and "FI_SOCKETS_IFACE" not in environ else {})

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.mpi import network_variables
 from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Link, Message, pack, packer, unpack_all
 
@@ -105,13 +106,15 @@ class MpiComm:
     def __init__(self) -> None:
         import mpi4py
 
-        mpi4py.rc.thread_level = "funneled"
+        mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False  # MPI_Finalize would wait for a rank that is dead
         # One rank that dies in MPI_Init leaves the others waiting in it for ever; SIGALRM ends them.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(INIT_S)
         from mpi4py import MPI
 
+        os.environ.update(network_variables(MPI.Get_library_version()))
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
         self._mpi: Any = MPI
         self._world = MPI.COMM_WORLD
         self._world.Set_errhandler(MPI.ERRORS_RETURN)

@@ -5,9 +5,9 @@ them apart: process ids, network, mounts, host name and IPC of its own, a ``/tmp
 address in a network between them, which exists for as long as this command. The run directory lies in a network file
 system, which each host mounts (GlusterFS, where ``glusterfsd`` is on PATH: ``apt install glusterfs-server``), else in
 a directory that all of them see. One throwaway account runs campaigns with real sandboxes and a model service, in pods
-of two hosts, so that their ranks speak over sockets: undisturbed, with a worker killed, a whole pod killed, an element
-requeued, a host switched off, and a host whose network is cut. Prints a line for each finding and ends with 1 if one is
-not as it should be.
+of two hosts, so that their ranks speak over sockets: undisturbed, on hosts of many networks, with a worker killed, a
+whole pod killed, an element requeued, a host switched off, and a host whose network is cut. Prints a line for each
+finding and ends with 1 if one is not as it should be.
 
     usage: python -m tests.lab.hosts [SCENE…]        all scenes by default; see SCENES
 
@@ -44,6 +44,7 @@ from tests.support.waiting import eventually
 USER = "mfh"
 TASKS = 32
 DOWN_S = 30.0
+NETS = 12
 CUT_S = 100.0
 """Slurm takes the host for lost after 20 s; its pods learn of it when they next reach the run directory."""
 
@@ -119,6 +120,11 @@ def campaign(place: Site, name: str) -> Path:
     return file
 
 
+def running(place: Site) -> list[str]:
+    """Pods that run, as Slurm calls them."""
+    return place.on("login", "squeue", "-h", "-r", "-t", "R", "-p", "cpu", "-o", "%i")[1].split()
+
+
 def nothing(place: Site) -> str:
     return "nothing"
 
@@ -130,16 +136,29 @@ def worker(place: Site) -> str:
     return f"worker rank {rank} on {host}"
 
 
+def interfaces(place: Site) -> str:
+    """Hosts with more networks than the one between them, as those of containers are; they are there for good."""
+    for number, node in enumerate(place.lab.node_names):
+        for net in range(NETS):
+            place.hosts[node].run(
+                f"ip link add net{net} type veth peer name end{net}; ip link set end{net} up; "
+                f"ip addr add 10.232.{net}.{number + 1}/24 dev net{net}; ip link set net{net} up"
+            )
+    element = running(place)[0]
+    place.on("login", "scontrol", "requeue", element)
+    return f"{NETS} networks more on every host, {element} requeued"
+
+
 def pod(place: Site) -> str:
     """SIGKILL for all of a pod, its batch shell too."""
-    element = place.on("login", "squeue", "-h", "-r", "-t", "R", "-p", "cpu", "-o", "%i")[1].split()[0]
+    element = running(place)[0]
     place.on("login", "scancel", "--signal=KILL", "--full", element)
     return f"every process of {element}"
 
 
 def requeue(place: Site) -> str:
     """The owner has a pod start anew."""
-    element = place.on("login", "squeue", "-h", "-r", "-t", "R", "-p", "cpu", "-o", "%i")[1].split()[0]
+    element = running(place)[0]
     place.on("login", "scontrol", "requeue", element)
     return f"{element} requeued"
 
@@ -167,6 +186,7 @@ def cut(place: Site) -> str:
 
 SCENES: dict[str, Callable[[Site], str]] = {
     "undisturbed": nothing,
+    "interfaces": interfaces,
     "worker": worker,
     "pod": pod,
     "requeue": requeue,
@@ -211,7 +231,10 @@ def scene(say: Findings, place: Site, name: str) -> None:
     found = json.loads(out or "[]")
     solved = sum(status == "completed" and reward == 1 for _, status, reward in found)
     once = sorted(each[0] for each in found) == sorted(f"work{n:02d}/default/0" for n in range(TASKS))
-    seen = f"{len(found)} rollouts, {solved} solved, resumed {resumed} times, {time.monotonic() - began:.0f} s"
+    starts = sorted(name for name in place.on("login", "ls", run / "events")[1].split() if "_" in name)
+    starts = [name.removesuffix(".jsonl") for name in starts if name.endswith(".jsonl")]
+    seen = f"{len(found)} rollouts, {solved} solved, starts {' '.join(starts)}, resumed {resumed} times"
+    seen += f", {time.monotonic() - began:.0f} s"
     say.say(f"{name}: every rollout once", once, f"{seen} {err[-300:]}")
     until(lambda: not place.on("login", "squeue", "-h")[1], f"{name}: every job has left")
     eventually(lambda: not place.account.processes(), 60, every_s=1)
