@@ -133,6 +133,12 @@ class Jobs(LiveJobs):
 
     # --- act ---
 
+    def revive(self) -> None:
+        """Has jobs run that ought to beside the pods that there are: those that Slurm holds, trainers that it lost."""
+        self.release_unlaunched()
+        if self._config.training:
+            self.restart_trainers()
+
     def restart_trainers(self) -> None:
         """Queues a trainer for each policy that Slurm has none of, beside the pods that there are."""
         states = self.trainer_states(0)

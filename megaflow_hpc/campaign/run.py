@@ -341,9 +341,7 @@ class Run:
             return False
         if self.pods_live():
             if chosen == "slurm":
-                self.slurm_jobs.release_unlaunched()
-                if self.config.training:
-                    self.slurm_jobs.restart_trainers()
+                self.slurm_jobs.revive()
             return True  # pods are queued or running; they take what was added
         if chosen == "slurm" and (left := self.job_ids()):
             scancel(left)  # engines of an earlier start; ours get new ones
