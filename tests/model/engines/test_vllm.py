@@ -16,6 +16,7 @@ import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.trajectory import Recording, TokenSequence
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.reported import check_against_reported, reported
@@ -313,5 +314,30 @@ def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: S
                         other = max(other, abs(recorded - score))
             assert own < 1e-2
             assert other > 0.1  # the two versions do differ
+
+    asyncio.run(scenario())
+
+
+def test_a_delta_is_loaded_as_the_whole_version_that_it_stands_for(
+    vllm: Servers, other_weights: Path, tmp_path: Path
+) -> None:
+    """Put together on the engine's node, and loaded in place by vLLM: it samples with the same bits."""
+    original = Path(vllm.entries[0].model["path"])
+
+    async def scores(source: Path) -> list[float]:
+        published = await asyncio.to_thread(weights.publish, vllm.run, source)
+        await serves(vllm, published.version)
+        return (await prompt_logprobs(vllm, list(b"Sort the lines of in into out.")))[1:]
+
+    async def scenario() -> None:
+        whole = await scores(other_weights)
+        before = await scores(original)
+        base = weights.current(vllm.run, "default")
+        delta = tmp_path / "delta"
+        assert write_delta(other_weights, Path(base.path), base.version, delta) is not None
+        assert not list(delta.glob("*.safetensors"))
+        after = await scores(delta)
+        assert after == whole
+        assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
 
     asyncio.run(scenario())
