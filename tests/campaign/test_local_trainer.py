@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaflow_hpc import open_trajectories
 from megaflow_hpc.campaign.local import LocalTrainer
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import TrainingView
+from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.plan import TrainingFiles
 from tests.support.campaigns import Make, cli, run_local
 from tests.support.scripted import SOLVE
@@ -101,3 +103,39 @@ def test_a_campaign_without_slurm_trains_and_its_trainer_may_be_killed(
     said = cli("status", result["run"]).stdout
     assert "default: step 2 of 2, weights 2, reward 1, staleness 0\n" in said
     assert "trainer of default: done" in said
+
+
+TWO = """\
+samples: 2
+models: {writer: {engine: scripted, script: answers.yaml}, critic: {engine: scripted, script: answers.yaml}}
+training: {policies: {writer: {}, critic: {}}, batch: {tasks: 2}, mode: {kind: bounded, staleness: 1}, steps: 3}
+"""
+
+
+@pytest.mark.slow
+def test_two_policies_learn_in_one_campaign_each_with_engine_and_trainer_of_its_own(
+    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
+    result, done = run_local(make_campaign(2, TWO, agent="mini-swe-agent"))
+    assert done.returncode == 0, done.stderr
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 2 * 3 * 4)
+    run = RunDir(result["run"])
+    for policy in ("writer", "critic"):
+        told = trained(run, policy)
+        assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]], "each is killed once"
+        used = [rollout for line in (told[0], *told[2:]) for rollout in line[2:]]
+        assert len(used) == len(set(used)) == 12
+        assert {rollout.split("/")[1] for rollout in used} == {policy}
+        own = versions(run, policy)
+        assert [version.ordinal for version in own] == [1, 2, 3]
+        with open_trajectories(run.path) as store:
+            served = {
+                int(version)
+                for rollout, version in zip(store.ids, store.column("weight_version_max"), strict=True)
+                if rollout.split("/")[1] == policy
+            }
+        assert served <= {0, *(version.version for version in own)}, "sampled by its own engine's weights alone"
+        assert len(served) > 1
+        assert f"trainer of {policy}: done" in cli("status", run.path).stdout

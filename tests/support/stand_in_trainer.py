@@ -29,9 +29,9 @@ def interpreter(path: Path, dies: int) -> Path:
     return path
 
 
-def trained(run: RunDir) -> list[list[str]]:
+def trained(run: RunDir, policy: str = "default") -> list[list[str]]:
     """Returns the words of each line that it left: start, step, rollouts."""
-    return [line.split() for line in (run.training / "default" / "trained").read_text().splitlines()]
+    return [line.split() for line in (run.training / policy / "trained").read_text().splitlines()]
 
 
 def train(run: str, policy: str, dies: int) -> None:
