@@ -155,7 +155,7 @@ def test_nothing_is_left_when_the_provider_is_closed(rootfs: str, scratch: Path)
             return clones
 
     assert asyncio.run(main()) == 5
-    assert set(descendants(os.getpid())) == before
+    assert set(descendants(os.getpid())) <= before  # an idle mount of before may have ended by itself
     assert os.listdir(scratch / "owners") == []
 
 
