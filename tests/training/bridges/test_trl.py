@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import megaflow_hpc
-from tests.support.places import ROOT
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
@@ -21,6 +20,7 @@ from pathlib import Path
 
 warnings.simplefilter("ignore")
 import torch
+from launchers.tiny_model import make
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
@@ -33,6 +33,7 @@ from tests.support.training import Pods, rollouts, training_run
 
 torch.set_num_threads(1)
 root, model = Path(sys.argv[1]), sys.argv[2]
+make(Path(model), layers=1)
 
 
 def flow_of(name, steps=1, tasks=4, **policy):
@@ -180,7 +181,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("trl")
     python, model = str(Path(venv) / "bin" / "python"), str(folder / "tiny")
     env = {**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run([python, str(ROOT / "launchers" / "tiny_model.py"), model, "--layers", "1"], check=True, timeout=120)
     (folder / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [python, str(folder / "script.py"), str(folder), model], capture_output=True, text=True, timeout=400, env=env

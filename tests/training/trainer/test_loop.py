@@ -17,7 +17,7 @@ import pytest
 from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.plan import Commit, Plan, TrainingFiles
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.places import ROOT, TINY_MODEL
+from tests.support.places import ROOT
 from tests.support.torch_ranks import engine_python, run_ranks
 from tests.support.training import VOCABULARY, Pods, training_run
 
@@ -355,8 +355,7 @@ def tensors(path: Path) -> dict[str, bytes]:
     return {name: data[size + begin : size + end] for name, (begin, end) in places.items()}
 
 
-def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path) -> None:
-    subprocess.run([engine_python(), TINY_MODEL, tmp_path / "tiny"], check=True, capture_output=True)
+def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
     training = {
         "policies": {"default": {"dtype": "float32", "optimizer": {"lr": 1e-4}}},
         "batch": {"tasks": 2},
@@ -364,7 +363,7 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
         "steps": 6,
         "checkpoint": {"every": 2},
     }
-    run = training_run(tmp_path / "run", training, tasks=3, samples=4, model=str(tmp_path / "tiny"))
+    run = training_run(tmp_path / "run", training, tasks=3, samples=4, model=str(tiny_model))
     pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
 
     def start(*options: str) -> subprocess.Popen[str]:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import megaflow_hpc
-from tests.support.places import ROOT
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
@@ -43,10 +42,12 @@ TRL = {  # ours → TRL's loss type, level of the ratio, and bounds
 
 SCRIPT = r'''
 import json, sys, warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 warnings.simplefilter("ignore")
 import torch
+from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import losses
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, add, policy_loss, report, second_moment_limit
@@ -118,6 +119,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+make(Path(sys.argv[2]), layers=1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 names = AutoTokenizer.from_pretrained(sys.argv[2])
 longest = max(given["lengths"])
@@ -215,7 +217,6 @@ def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     python = str(Path(venv) / "bin" / "python")
     model = str(folder / "tiny")
     env = {**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run([python, str(ROOT / "launchers" / "tiny_model.py"), model, "--layers", "1"], check=True, timeout=120)
     given = {
         "columns": sample.columns,
         "kinds": KINDS,
