@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -24,9 +25,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.slurm import accounting
-from tests.support.places import TINY_MODEL
 from tests.support.processes import processes_of
-from tests.support.requirements import required
 from tests.support.scripted import SOLVE
 from tests.support.waiting import until
 
@@ -38,24 +37,23 @@ tasks: tasks/*
 agent: {name: mini-swe-agent, max_turns: 3, timeout_s: 240}
 samples: 8
 models:
-  tiny: {path: models/tiny, servers: {min: 2, max: 2}, args: {max-model-len: 16384, dtype: float32}}
+  tiny:
+    path: models/tiny
+    servers: {min: 2, max: 2}
+    args: {max-model-len: 16384, dtype: float32, distributed-executor-backend: uni}
   scripted: {engine: scripted, script: answers.yaml, samples: 1}
 slurm:
   pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 3, mem_gb: 2, time: 15}
   servers: {partition: gpu, time: 15}
 """
-MODELS = ("tiny", "trained")
-MAKE = """
-import pathlib, sys
-sys.path.append(sys.argv[1])
-import tiny_model
-for seed, name in enumerate(sys.argv[3:]):
-    tiny_model.make(pathlib.Path(sys.argv[2], name), seed=seed)
-"""
+ONE_PROCESS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Variables with which an engine computes in the process that schedules, as in tests/model/engines/test_vllm.py: one of
+its own spins for a second after each step, and tests/security/test_vllm_options.py starts one."""
 SCORE = """
 import json, sys
 import numpy, torch
 from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
 told, found = numpy.load(sys.argv[1]), []
 for version, path in enumerate(sys.argv[2:]):
     model, compared, most = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0, 0.0
@@ -73,28 +71,25 @@ print(json.dumps(found))
 """
 
 
-def engine_python() -> Path:
-    return Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    subprocess.run(
-        [engine_python(), "-c", MAKE, TINY_MODEL.parent, folder / "models", *MODELS], check=True, timeout=300
-    )
+    shutil.copytree(tiny_model, folder / "models" / "tiny")
     (folder / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
+def run(folder: Path, other_weights: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
     """The campaign, run to its end on the lab."""
     for name in ("alpha", "beta"):
         write_task(folder / "tasks", name)
     text = CAMPAIGN + f"environment: {{images: {{base: {base_sif}}}}}\n"
     (folder / "campaign.yaml").write_text(text)
-    run = Campaign.from_yaml(folder / "campaign.yaml").submit()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_PROCESS.items():
+            patch.setenv(name, value)
+        run = Campaign.from_yaml(folder / "campaign.yaml").submit()
     (pods,) = run.job_ids("pods")
     subprocess.run(["scontrol", "hold", pods], check=True)  # until both servers answer, so that both are asked
     names = subprocess.check_output(["squeue", "-h", "-o", "%j", "-j", ",".join(run.job_ids())], text=True).split()
@@ -107,7 +102,7 @@ def run(folder: Path, base_sif: Path, write_task: Callable[..., Path]) -> Run:
         600,
     )
     with held(run):  # so that what is left to do, and some must be, meets the new weights
-        assert weights.publish(run.dir, folder / "models" / "trained", "tiny").version == 1
+        assert weights.publish(run.dir, other_weights, "tiny").version == 1
         until(
             lambda: {server["weight_version"] for server in serving(run) if server["server"] == "tiny.1"} == {1},
             "version 1 serves",
@@ -218,7 +213,9 @@ def test_both_versions_of_the_weights_answered_and_the_killed_server_did(file: h
     assert {"tiny.0", "tiny.1"} <= set(strings(file["turns/server"]))
 
 
-def test_another_program_scores_the_recorded_ids_as_the_engine_did(folder: Path, file: h5py.File) -> None:
+def test_another_program_scores_the_recorded_ids_as_the_engine_did(
+    interpreter: str, tiny_model: Path, other_weights: Path, folder: Path, file: h5py.File
+) -> None:
     """Transformers' plain forward pass over whole sequences; each token by the weights that its row names."""
     np.savez(
         folder / "recorded.npz",
@@ -226,7 +223,7 @@ def test_another_program_scores_the_recorded_ids_as_the_engine_did(folder: Path,
         ours=[policy == "tiny" for policy in strings(file["sequences/policy"])],
         **{name: file[f"tokens/{name}"][:] for name in ("id", "logprob", "weight_version")},
     )
-    command = [engine_python(), "-c", SCORE, folder / "recorded.npz", *(folder / "models" / name for name in MODELS)]
+    command = [interpreter, "-c", SCORE, folder / "recorded.npz", tiny_model, other_weights]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     for compared, difference in json.loads(done.stdout):

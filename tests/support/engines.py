@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import shutil
 import subprocess
+from array import array
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,20 @@ def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
         if not (folder / "tiny").exists():
             subprocess.run([interpreter, TINY_MODEL, str(folder / "tiny")], check=True, timeout=300)
     return folder / "tiny"
+
+
+@pytest.fixture(scope="session")
+def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with the numbers of every tensor in reverse order: other weights of the same distribution."""
+    model = tmp_path_factory.mktemp("other") / "tiny"
+    shutil.copytree(tiny_model, model)
+    for file in model.glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        start = 8 + int.from_bytes(content[:8], "little")
+        for name, tensor in json.loads(content[8:start]).items():
+            if name != "__metadata__":
+                assert tensor["dtype"] == "F32"
+                part = slice(*(start + offset for offset in tensor["data_offsets"]))
+                content[part] = array("f", bytes(content[part]))[::-1].tobytes()
+        file.write_bytes(content)
+    return model
