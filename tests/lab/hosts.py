@@ -9,7 +9,9 @@ of two hosts, so that their ranks speak over sockets: undisturbed, on hosts of m
 whole pod killed, an element requeued, a host switched off, and a host whose network is cut. Prints a line for each
 finding and ends with 1 if one is not as it should be.
 
-    usage: python -m tests.lab.hosts [SCENE…]        all scenes by default; see SCENES
+    usage: python -m tests.lab.hosts [--open-mpi] [SCENE…]        all scenes by default; see SCENES
+
+``--open-mpi``: pods by Open MPI from PyPI and ``srun --mpi=pmix``, in the place of MPICH and ``pmi2``.
 
 Needs what launchers/setup gives (Slurm, Apptainer on PATH, ``MEGAFLOW_TEST_BASE_SIF``), readable by every user.
 """
@@ -35,6 +37,7 @@ import yaml
 from tests.bench.chaos import at_work
 from tests.bench.chaos_campaign import write_campaign
 from tests.lab.two_users import Findings, until
+from tests.support import other_mpi
 from tests.support.accounts import Account
 from tests.support.host_namespaces import Host, HostsLab, Network
 from tests.support.network_file_system import Shared
@@ -58,9 +61,14 @@ with open_trajectories(sys.argv[1]) as store:
 
 
 class Site:
-    """Hosts, lab, account and shared directory, and what the scenes do with them."""
+    """Hosts, lab, account and shared directory, and what the scenes do with them.
 
-    def __init__(self, hosts: dict[str, Host], lab: HostsLab, account: Account, shared: Shared) -> None:
+    Args:
+        python: With the MPI by which pods run.
+    """
+
+    def __init__(self, hosts: dict[str, Host], lab: HostsLab, account: Account, shared: Shared, python: Path) -> None:
+        self.python = str(python)
         self.hosts, self.lab, self.account, self.shared = hosts, lab, account, shared
 
     def on(self, host: str, *words: object, timeout_s: float = 300) -> tuple[int, str, str]:
@@ -75,20 +83,21 @@ class Site:
         found: dict[tuple[str, int], tuple[int, int, str]] = {}
         ours = set(self.account.processes())
         for pid, words in sorted(each for each in processes() if each[0] in ours):
-            if "megaflow_hpc.pod" in words and words[0] == sys.executable and "PMI_RANK" in (said := environment(pid)):
-                rank = int(said["PMI_RANK"])
+            if "megaflow_hpc.pod" in words and words[0] == self.python and (said := environment(pid)):
+                rank = int(said["SLURM_PROCID"])
                 found.setdefault((said["MEGAFLOW_POD"], rank), (pid, rank, said["SLURMD_NODENAME"]))
         return list(found.values())
 
 
 @contextmanager
-def site() -> Iterator[Site]:
+def site(open_mpi: bool) -> Iterator[Site]:
     """The hosts, and their end."""
     folder = Path(tempfile.mkdtemp(prefix="megaflow-hosts.", dir="/srv"))
     folder.chmod(0o755)
     lab = HostsLab(str(folder / "lab"))
     account = None
     try:
+        python = other_mpi.install(other_mpi.OPEN_MPI, folder / "mpi") if open_mpi else Path(sys.executable)
         with Network(folder, ["login", *lab.node_names]) as hosts:
             lab.hosts = hosts
             account = Account(USER, lab.dir, shared=False)
@@ -98,7 +107,7 @@ def site() -> Iterator[Site]:
             (lab.dir / "site.conf").write_text("SlurmdTimeout=20\n")
             lab.start([USER])
             try:
-                yield Site(hosts, lab, account, shared)
+                yield Site(hosts, lab, account, shared, python)
             finally:
                 lab.stop()
     finally:
@@ -198,7 +207,7 @@ SCENES: dict[str, Callable[[Site], str]] = {
 def scene(say: Findings, place: Site, name: str) -> None:
     """One campaign, struck as its scene says, and the check of it."""
     run, began = place.shared.path / name, time.monotonic()
-    megaflow = (sys.executable, "-m", "megaflow_hpc")
+    megaflow = (place.python, "-m", "megaflow_hpc")
     file = campaign(place, name)
     status, _, err = place.on("login", *megaflow, "submit", file, "--run-dir", run)
     if status:
@@ -227,7 +236,7 @@ def scene(say: Findings, place: Site, name: str) -> None:
 
     until(ended, f"{name}: the campaign ends", 600)
     place.on("login", *megaflow, "gather", run, "--wait", "--rebuild")
-    _, out, err = place.on("login", sys.executable, "-c", ROWS, run)
+    _, out, err = place.on("login", place.python, "-c", ROWS, run)
     found = json.loads(out or "[]")
     solved = sum(status == "completed" and reward == 1 for _, status, reward in found)
     once = sorted(each[0] for each in found) == sorted(f"work{n:02d}/default/0" for n in range(TASKS))
@@ -252,8 +261,10 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
     say = Findings()
-    with site() as place:
-        for name in sys.argv[1:] or SCENES:
+    open_mpi = "--open-mpi" in sys.argv
+    names = [name for name in sys.argv[1:] if name != "--open-mpi"]
+    with site(open_mpi) as place:
+        for name in names or SCENES:
             scene(say, place, name)
     print(f"{say.bad} findings are not as they should be" if say.bad else "all is as it should be")
     return bool(say.bad)
