@@ -28,7 +28,6 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.leftovers import POD_DIRECTORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
-from megaflow_hpc.slurm import site
 from tests.bench.chaos_campaign import WAYS, submit, write_campaign
 from tests.bench.faults import KINDS, Faults, current_lab
 from tests.support.processes import environment, processes
@@ -190,7 +189,8 @@ def _finish(run: Run, began: float) -> int:
 
     def finished() -> bool:
         nonlocal resumed
-        release_held(run)
+        if any(pod.unlaunched for pod in run.slurm_jobs.live_pods(5.0) or []):
+            run.resume(launcher="slurm")  # releases it; Slurm holds an element that it puts where it runs still
         if not run.ledger.finished and run.slurm_jobs.live_pods(5.0) == []:
             run.resume(launcher="slurm")
             resumed += 1
@@ -198,13 +198,6 @@ def _finish(run: Run, began: float) -> int:
 
     eventually(finished, began + DEADLINE_S - time.monotonic(), every_s=0.5)
     return resumed
-
-
-def release_held(run: Run) -> None:
-    """Does what ``status`` says about pods that Slurm holds, as it does where one is put where it is running still."""
-    for pod in run.slurm_jobs.live_pods(5.0) or []:
-        if pod.held:
-            site.ask("scontrol", "release", pod.id)
 
 
 def _clear(run: Run) -> None:
