@@ -29,7 +29,8 @@ from megaflow_hpc.ledger import names
 from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.rules import Claim, Outlook, Survey
+from megaflow_hpc.ledger.report import Survey
+from megaflow_hpc.ledger.rules import Claim, Outlook
 from megaflow_hpc.ledger.survey import SurveyingRules
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks

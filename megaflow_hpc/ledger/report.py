@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger.leader_lease import LeaderLease
-from megaflow_hpc.ledger.rules import Survey
 from megaflow_hpc.rundir.live import Asked
 
 FEW = 8
 """Up to so many pods each look at the ledger for themselves."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one pod finds out for all, so that not every pod has to look."""
+
+    open: int
+    """Blocks that are not done."""
+    claimable: int
+    """Those of them that are free, were given back, or whose holder is gone."""
+    orphans: list[tuple[int, int, str]] = field(default_factory=list)
+    """Block, epoch and holder (``<pod>.<start>``) of some whose holder is gone, or was started anew since: who looks
+    for one of them need not read the claims of all."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """Slots that pods without work ask others to fill, by request."""
+    opened: bool = False
+    """A consumer may add blocks."""
+    awaited: bool = False
+    """One of these has renewed its lease not long ago."""
 
 
 class Progress(NamedTuple):

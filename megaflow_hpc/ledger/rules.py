@@ -22,7 +22,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Steps, Touch
@@ -42,8 +42,11 @@ from megaflow_hpc.ledger.names import (
     latest,
     pairs,
 )
+from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.sharing import NotYet, Sharing
 from megaflow_hpc.types import Rollout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,6 @@ class Claim:
     """Ids of the rollouts that are to be run, where the predecessor said so; ``None``: those not stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
     """Ids that lie in blocks handed off."""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What one pod finds out for all, so that not every pod has to look."""
-
-    open: int
-    """Blocks that are not done."""
-    claimable: int
-    """Those of them that are free, were given back, or whose holder is gone."""
-    requests: dict[str, int] = field(default_factory=dict)
-    """Slots that pods without work ask others to fill, by request."""
-    opened: bool = False
-    """A consumer may add blocks."""
-    awaited: bool = False
-    """One of these has renewed its lease not long ago."""
 
 
 @dataclass
@@ -118,6 +105,8 @@ class Rules(Lease):
         """Every block that any look has shown."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
         """Block and epoch → who claimed it and, if that ended the block, how many others it had handed off."""
+        self._unanswered: set[tuple[int, int]] = set()
+        """Claims that were asked for and whose answer was lost: they may be this pod's."""
         self.sharing = Sharing(identity.name)
 
     # --- claims ---
@@ -135,7 +124,7 @@ class Rules(Lease):
     def _claim(self) -> Steps[Claim | None]:
         if self.free and (claim := (yield from self._first(self.free))):
             return claim
-        if (found := self.surveyed) and (found.open or found.opened) and not found.claimable:
+        if (found := self._surveyed) and (found.open or found.opened) and not self._may_take(found):
             self.seen.unsettled, self.seen.others = False, found.open > len(self.held)
             self.seen.opened, self.seen.awaited = found.opened, found.awaited
             return None
@@ -146,6 +135,14 @@ class Rules(Lease):
             if not (self.seen.unfinished or self.seen.opened or (yield from self._finish())):
                 self.seen.unsettled = True  # blocks were added before the last consumer left
         return claim
+
+    @property
+    def _surveyed(self) -> Survey | None:
+        """What another pod found out, as far as it is enough: of a claim whose answer was lost only a look tells."""
+        return None if self._unanswered else self.surveyed
+
+    def _may_take(self, found: Survey) -> bool:
+        return found.claimable > 0 or any(self._earlier(owner) for _, _, owner in found.orphans)
 
     def _look(self) -> Steps[Claim | None]:
         self._done = done_blocks((yield Names(DONE)))
@@ -194,7 +191,9 @@ class Rules(Lease):
         """``every``: names the claims of this pod that have the same content, and so one private file."""
         token = f"{block}.{epoch}" if every is None else every
         name = f"{self.identity.name}.{token}"
+        self._unanswered.add((block, epoch))
         won: bool = yield Link(claim_path(block, epoch), content, name, keep=every is not None)
+        self._unanswered.discard((block, epoch))
         if won:
             self._owners[block, epoch] = self.identity.name, content.get("done")
         return won
@@ -206,9 +205,14 @@ class Rules(Lease):
     def _take_over(self, claimed: Mapping[int, int], released_only: bool) -> Steps[Claim | None]:
         me = self.identity.name
         released = pairs((yield Names(RELEASED)))
-        owners = {}
+        owners, told = {}, self._surveyed
+        orphans = {(block, epoch): owner for block, epoch, owner in told.orphans} if told else {}
+        self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
         for block, epoch in () if released_only else claimed.items():
             if (block, epoch) in released:
+                continue
+            if told and (block, epoch) not in orphans:  # whoever has it is alive, or the next survey will tell
+                self.seen.others |= Claim(block, epoch) not in self.held
                 continue
             owner, given = yield from self._owner(block, epoch)
             if given is not None:
@@ -217,8 +221,10 @@ class Rules(Lease):
                 return self._hold((yield from self._again(block, epoch)))  # the answer to our claim had been lost
             else:
                 owners[block] = owner
+        if not (released_only or told):
+            self._unanswered.clear()
         gone = yield from self._look_after(set(owners.values()) - {me})
-        for block, owner in owners.items():
+        for block, owner in _from(self._place, list(owners.items())):
             if owner in gone:
                 content = yield from self._what_counts(block, owner)
                 if claim := (yield from self._succeed(block, claimed[block], owner, content)):
@@ -227,8 +233,7 @@ class Rules(Lease):
                 self.seen.unsettled |= owner not in (me, *self._alive)
                 self.seen.others |= owner != me
         given_back = [(block, epoch) for block, epoch in claimed.items() if (block, epoch) in released]
-        place = self._place % max(1, len(given_back))
-        for block, epoch in given_back[place:] + given_back[:place]:
+        for block, epoch in _from(self._place, given_back):
             said = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
             if said is None:
                 continue  # listed and not yet to be seen: a cache will let it through
@@ -331,6 +336,12 @@ class Rules(Lease):
 
     def _finish(self) -> Steps[bool]:
         return (yield from finish(self.identity.name, self._known))
+
+
+def _from(place: int, items: list[T]) -> list[T]:
+    """All of them, from a pod's own place on: pods that look at the same time do not all begin with the same one."""
+    place %= max(1, len(items))
+    return items[place:] + items[:place]
 
 
 def _number(pod: str) -> int:

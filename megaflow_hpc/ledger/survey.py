@@ -3,6 +3,8 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from megaflow_hpc.ledger.calls import Names, Steps, Touch
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
@@ -15,11 +17,17 @@ from megaflow_hpc.ledger.names import (
     all_done,
     block_numbers,
     done_blocks,
+    done_path,
+    earlier,
     latest,
     pairs,
 )
-from megaflow_hpc.ledger.rules import Rules, Survey
+from megaflow_hpc.ledger.report import Survey
+from megaflow_hpc.ledger.rules import Rules
 from megaflow_hpc.ledger.sharing import NotYet, requests_of_all
+
+TOLD = 512
+"""Blocks of those who are gone that a survey names: every pod reads it. The others are named once these are taken."""
 
 
 class SurveyingRules(Rules):
@@ -47,7 +55,9 @@ class SurveyingRules(Rules):
         open_blocks = [block for block in blocks if block not in done]
         claimed = latest((yield Names(CLAIMS)))
         released = pairs((yield Names(RELEASED)))
+        newest = _newest(self.leases)
         claimable = 0
+        orphans: list[tuple[int, int, str]] = []
         for block in open_blocks:
             epoch = claimed.get(block)
             if epoch is None or (block, epoch) in released:
@@ -56,9 +66,29 @@ class SurveyingRules(Rules):
             try:
                 owner, given = yield from self._owner(block, epoch)
             except NotYet:
-                owner, given = "", 0
-            claimable += given is not None or owner in gone
+                continue  # listed and not yet to be seen: a cache will let it through
+            if given is not None:
+                yield Touch(done_path(block, epoch, given))  # its pod may have died before it could
+                continue
+            claimable += owner in gone
+            if (owner in gone or _superseded(owner, newest)) and len(orphans) < TOLD:
+                orphans.append((block, epoch, owner))
         requests = yield from requests_of_all()
         yield from self.consumers.look()
         still = 0 if all_done(done, blocks) else max(1, len(open_blocks))
-        return Survey(still, claimable, requests, self.consumers.opened, self.consumers.awaited)
+        return Survey(still, claimable, orphans, requests, self.consumers.opened, self.consumers.awaited)
+
+
+def _newest(names: Iterable[str]) -> dict[str, str]:
+    """Pod → its latest start."""
+    found: dict[str, str] = {}
+    for name in names:
+        pod, _, start = name.rpartition(".")
+        if pod not in found or earlier(found[pod], start):
+            found[pod] = start
+    return found
+
+
+def _superseded(name: str, newest: Mapping[str, str]) -> bool:
+    pod, _, start = name.rpartition(".")
+    return pod in newest and earlier(start, newest[pod])

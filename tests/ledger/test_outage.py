@@ -99,6 +99,7 @@ FULL = """
     record = pack_record({"id": "t0/oracle/0", "status": "completed", "attempt": 0, "epoch": 0, "pad": "x" * 100_000})
     outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", 1.0, 1, 0, 0.0, 1.0, "", record)
     io.store(outcome, 0, 0)
+    io.push()
     while not io.stuck:
         collect()
     early = len(durable)

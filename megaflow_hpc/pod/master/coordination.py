@@ -17,8 +17,7 @@ import msgspec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import Operation
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, RENEW_S, LeaderLease
-from megaflow_hpc.ledger.report import FEW, Report, progress_of, reported
-from megaflow_hpc.ledger.rules import Survey
+from megaflow_hpc.ledger.report import FEW, Report, Survey, progress_of, reported
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.live import Asked, LiveFiles

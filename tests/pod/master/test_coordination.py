@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
+from megaflow_hpc.ledger.calls import Call, Link
 from megaflow_hpc.ledger.leader_lease import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.rules import Survey
+from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.coordination import SELDOM_S, SOON_S, Coordination
 from megaflow_hpc.pod.master.endpoints import Endpoints
@@ -27,9 +29,9 @@ from tests.support.operations import counted
 class Pod:
     """A pod's ledger and its part in the coordination, which knows no few pods."""
 
-    def __init__(self, run: RunDir, name: str, clock: Clock, few: int = 0, **limits: float) -> None:
+    def __init__(self, run: RunDir, name: str, clock: Clock, few: int = 0, start: str = "0", **limits: float) -> None:
         self.clock = clock
-        self.ledger = Ledger(run, PodIdentity(name, "0"), clock)
+        self.ledger = Ledger(run, PodIdentity(name, start), clock)
         self.endpoints = Endpoints(run, {"default": 1})
         self.coordination = Coordination(self.ledger, self.endpoints, CampaignBudget(run, limits), clock, few)
         self.said = {"running": 1, "queued": 2, "stored": 3, "core_s": 3600.0, "began_at": 0.0}
@@ -111,6 +113,66 @@ def test_the_coordinator_marks_whose_lease_has_run_out_and_the_others_take_over(
     go_by(clock, TIMES.lease_s + 3 * SELDOM_S, first, second)  # the third is no more
     assert Ledger(run).gone() == {"c.0"}
     assert second.claim() == Claim(2, 1)
+
+
+def test_who_takes_over_reads_the_claims_of_nobody_else(run: RunDir) -> None:
+    write_blocks(run, rollouts(37), size=1)
+    clock = Clock()
+    pods = [Pod(run, name, clock) for name in "abcdefgh"]
+    for pod in pods[:6] * 6:
+        assert pod.claim() is not None
+    for pod in pods[6:] * 2:
+        assert pod.claim() is not None
+    left = [pods[0], *pods[6:]]
+    go_by(clock, TIMES.lease_s + 3 * SELDOM_S, *left)  # five are no more, with six blocks each
+    survey = left[1].coordination.report.survey
+    assert survey is not None
+    assert (survey.claimable, len(survey.orphans)) == (30, 30)
+    for pod in left[1:]:
+        with counted(run.ledger / "claims") as operations:
+            taken = pod.claim()
+        assert taken is not None
+        assert taken.epoch == 1
+        assert operations["opens"] <= 4, "its own claim, and none of the 38 others"
+
+
+def test_a_start_takes_its_own_blocks_back_though_another_pod_looks_for_all(run: RunDir) -> None:
+    clock = Clock()
+    first, second, third = (Pod(run, name, clock) for name in "abc")
+    for pod in (first, second, third):
+        assert pod.claim() is not None
+    go_by(clock, 2 * SELDOM_S, first, second, third)
+    again = Pod(run, "c", clock, start="1")
+    go_by(clock, 3 * SOON_S, first, second, again)
+    assert again.coordination.report.survey == Survey(open=3, claimable=0, orphans=[(2, 0, "c.0")])
+    assert second.claim() is None, "the lease of the start before has not run out"
+    assert again.claim() == Claim(2, 1)
+
+
+def test_a_claim_whose_answer_was_lost_is_found_though_another_pod_looks_for_all(run: RunDir) -> None:
+    clock = Clock()
+    first, second = (Pod(run, name, clock) for name in "ab")
+    assert first.claim() is not None
+    assert first.claim() is not None
+    go_by(clock, 2 * SELDOM_S, first, second)
+    assert second.coordination.report.survey == Survey(open=3, claimable=1)
+
+    answer = second.ledger._files.answer
+
+    def lost(call: Call) -> object:
+        found = answer(call)
+        if isinstance(call, Link):
+            raise OSError(errno.EIO, "the answer was lost")
+        return found
+
+    second.ledger._files.answer = lost  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="lost"):
+        second.claim()
+    second.ledger._files.answer = answer  # type: ignore[method-assign]
+    go_by(clock, 2 * SELDOM_S, first, second)
+    assert second.coordination.report.survey == Survey(open=3, claimable=0)
+    assert second.claim() == Claim(2, 0)
+    assert second.claim() is None
 
 
 def test_another_pod_leads_when_the_coordinator_is_gone_or_leaves(run: RunDir) -> None:
