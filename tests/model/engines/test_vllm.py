@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -248,23 +246,6 @@ async def serves(vllm: Servers, version: int) -> None:
             return
         await asyncio.sleep(0.1)
     raise AssertionError(f"weights {version} were not loaded: {vllm.record(0)}")
-
-
-@pytest.fixture(scope="module")
-def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with the numbers of every tensor in reverse order: other weights of the same distribution."""
-    model = tmp_path_factory.mktemp("other") / "tiny"
-    shutil.copytree(tiny_model, model)
-    for file in model.glob("*.safetensors"):
-        content = bytearray(file.read_bytes())
-        start = 8 + int.from_bytes(content[:8], "little")
-        for name, tensor in json.loads(content[8:start]).items():
-            if name != "__metadata__":
-                assert tensor["dtype"] == "F32"
-                part = slice(*(start + offset for offset in tensor["data_offsets"]))
-                content[part] = array("f", bytes(content[part]))[::-1].tobytes()
-        file.write_bytes(content)
-    return model
 
 
 def test_weights_change_under_load_and_every_token_says_which_sampled_it(vllm: Servers, other_weights: Path) -> None:
