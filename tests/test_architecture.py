@@ -36,7 +36,8 @@ DOORS: dict[str, str] = {
     "ledger": "rundir",
     # Sandboxes and images know no task, no agent, no model, no run directory.
     "environments": "environments/sandbox",
-    "environments/builds": "environments/images environments/images/dockerfile environments/images/layers "
+    "environments/builds": "environments/images environments/images/cache environments/images/dockerfile "
+    "environments/images/layers "
     "environments/sandbox "
     "environments/sandbox/rootfs",
     "environments/images": "environments/images/dockerfile environments/images/layers environments/images/registry",

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +28,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megaflow_hpc.environments.builds.builder import Builder, BuildNetwork
-from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest
-from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
+from megaflow_hpc.environments.images.registries import Registries, is_remote
+from megaflow_hpc.environments.images.resolve import Images, is_built
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import printable
@@ -226,8 +227,21 @@ def build(images: Images, wanted: Wanted) -> Result:
     try:
         file = str(images.resolve_request(wanted.request, wanted.recipe.image_mapping()))
     except (ConfigError, SiteError, OSError) as failure:
-        error = str(failure)[-ERROR_CHARACTERS:] or type(failure).__name__
+        error = (str(failure) or type(failure).__name__) + _remedy(images, wanted)
+        error = error[-ERROR_CHARACTERS:]
     return Result(file, error, round(time.monotonic() - began, 3), socket.gethostname())
+
+
+def _remedy(images: Images, wanted: Wanted) -> str:
+    """What to do where what comes from a registry is what is lacking."""
+    request, mapping = wanted.request, wanted.recipe.image_mapping()
+    first = request.base or request.name
+    with suppress(MegaflowError):
+        names = images.dockerfiles.read(request.dockerfile).bases if request.dockerfile else [first]
+        remote = [name for name in names if is_remote(match_name(name, mapping.names) or "")]
+        if any(not is_built(images.resolve(name, mapping, build=False)) for name in remote):
+            return "; if nodes have no way out, set slurm.builds.fetch: here"
+    return ""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 """Builds the images that a store lacks on compute nodes: a job array, waited for, and what each image came to.
 
-Here nothing is built. What comes from a registry is fetched here, since compute nodes often have no way out; everything
-else is built by an array of at most ``slurm.builds.count`` elements (:mod:`.image_batch`). Slurm and the store hold all
-there is to know: whoever asks again while an array is queued or runs waits for it, and what was built stays.
+Here nothing is built. An array of at most ``slurm.builds.count`` elements builds and fetches (:mod:`.image_batch`);
+where compute nodes have no way out, ``slurm.builds.fetch: here`` has fetched here what comes from a registry. Slurm and
+the store hold all there is to know: whoever asks again while an array is queued or runs waits for it, and what was
+built stays.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from megaflow_hpc.campaign.image_batch import Batch, Recipe, Result, Wanted
 from megaflow_hpc.campaign.job_environment import site_environment
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.environments.builds.forecast import forecaster
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.room import VARIABLE
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, limits, site
@@ -104,7 +106,9 @@ class ImageJobs:
             else:
                 lacking[number] = str(file)
         self._say(f"images: {len(wanted)}, to be built: {len(lacking)}")
+        failed = {number for number, outcome in outcomes.items() if outcome.state == "failed"}
         if lacking:
+            self._foretell([one for number, one in enumerate(wanted) if number not in failed], looks)
             outcomes |= self._by_jobs(wanted, lacking, detach)
         return [outcomes[number] for number in range(len(wanted))]
 
@@ -113,17 +117,25 @@ class ImageJobs:
         mapping, request = wanted.recipe.image_mapping(), wanted.request
         if request.dockerfile is None:
             file = images.resolve_request(request, mapping, build=False)
-            if not file.exists() and self._remote(wanted, request.base or request.name):
+            if not file.exists() and self._fetched_here(wanted, request.base or request.name):
                 return images.resolve_request(request, mapping), True
             return file, False
         for name in images.dockerfiles.read(request.dockerfile).bases:
-            if self._remote(wanted, name):
+            if self._fetched_here(wanted, name):
                 images.resolve(name, mapping, task_path=request.path)
         return images.resolve_request(request, mapping, build=False), False
 
-    @staticmethod
-    def _remote(wanted: Wanted, name: str) -> bool:
-        return is_remote(match_name(name, wanted.recipe.mapping) or "")
+    def _fetched_here(self, wanted: Wanted, name: str) -> bool:
+        return self._slurm.builds.fetch == "here" and is_remote(match_name(name, wanted.recipe.mapping) or "")
+
+    def _foretell(self, wanted: Sequence[Wanted], looks: dict[int, Images]) -> None:
+        """Says what the images will take of store and nodes."""
+        counting = forecaster(looks[id(wanted[0].recipe)])
+        with suppress(MegaflowError):  # the job will say it
+            for one in wanted:
+                counting.add([one.request], one.recipe.image_mapping(), one.recipe.network)
+            for line in counting.forecast.lines():
+                self._say(line)
 
     # --- by jobs ---
 

@@ -106,6 +106,7 @@ def make(
 def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | None = None) -> Plan:
     """Makes the images of a draft without mistakes; the arguments are as of :func:`make`."""
     from megaflow_hpc.campaign.image_jobs import build_by_jobs
+    from megaflow_hpc.environments.builds.forecast import foretelling
     from megaflow_hpc.tasks.images import in_image_directories, with_unbuilt
 
     config, tasks, images, mapping, watch = draft.config, draft.tasks, draft.images, draft.mapping, watch or Silent()
@@ -115,6 +116,7 @@ def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | 
         return Plan(config, draft.policies, [], [], {}, draft.servers, source)
     watch.step(f"looking up images of {len(tasks)} tasks")
     images.watch(watch)
+    images.foretell = foretelling(images, environment.network_of_builds)
     by_jobs = build and environment.build == "slurm"
     if by_jobs:
         tasks = with_unbuilt(tasks, build_by_jobs(config, images, draft.requests, mapping))

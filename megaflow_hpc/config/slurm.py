@@ -149,6 +149,8 @@ class BuildsConfig(Section):
     """Memory of each element in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
+    fetch: Literal["job", "here"] = "job"
+    """Where images of registries are fetched: ``job``, or ``here``, where you type, if nodes have no way out."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -15,7 +16,8 @@ import pytest
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.slurm.script import IMAGES
 from tests.support.campaigns import Make, cli
-from tests.support.labs import pods
+from tests.support.labs import pods, sbatch
+from tests.support.registries import Registry, layer, registry_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
@@ -38,16 +40,34 @@ def queued() -> list[str]:
     return subprocess.check_output(["squeue", "-h", "--me", f"--name={IMAGES}", "-o", "%F"], text=True).split()
 
 
-def test_an_image_that_fails_fails_alone_and_what_is_built_stays(tmp_path: Path, busybox_rootfs: str) -> None:
+@pytest.fixture
+def registry(base_sif: Path, tmp_path: Path) -> Iterator[Registry]:
+    (tmp_path / "registry").mkdir()
+    with registry_server(base_sif.with_name("registry"), tmp_path / "registry") as found:
+        yield found
+
+
+def test_an_image_that_fails_fails_alone_and_what_is_built_stays(
+    tmp_path: Path, busybox_rootfs: str, registry: Registry
+) -> None:
     store = tmp_path / "store"
+    registry.push("own", "1", [layer({"own": b"own"})])
+    remote, nowhere = f"docker://{registry.address}/own:1", f"docker://{registry.address}/own:2"
     good = [write_context(tmp_path / f"task{number}", number) for number in range(4)]
     bad = write_context(tmp_path / "bad", 9, "echo never to be built; exit 7")
-    done = build(store, busybox_rootfs, *good, bad, "--jobs", 2)
+    plain = ("--mirror", f"{registry.address}=http://{registry.address}")
+    done = build(store, busybox_rootfs, *good, bad, remote, nowhere, "--jobs", 2, *plain)
     assert done.returncode == 1, done.stderr
     images = json.loads(done.stdout)["images"]
-    assert {name: image["state"] for name, image in images.items()} == dict.fromkeys(good, "built") | {bad: "failed"}
+    assert {name: image["state"] for name, image in images.items()} == dict.fromkeys([*good, remote], "built") | {
+        bad: "failed",
+        nowhere: "failed",
+    }
+    assert "if nodes have no way out, set slurm.builds.fetch: here" in images[nowhere]["error"]
+    assert "to fetch" not in done.stderr
+    assert re.search(r"layers: \d+ to be made, 1 to be fetched\nstore: at least .*\nnode: at least .*", done.stderr)
     assert "never to be built" in images[bad]["error"]
-    assert "images: 5, elements: 2" in done.stderr
+    assert "images: 7, elements: 2" in done.stderr
     assert {image["file"] for image in images.values()} - {""} == {image.path for image in ImageStore(store).images()}
     assert len(list((store / "steps").iterdir())) >= 1
     again = build(store, busybox_rootfs, *good)
@@ -87,19 +107,42 @@ def test_who_asks_again_waits_for_the_same_job_and_an_interrupted_wait_cancels_i
     until(lambda: not queued(), "the job is gone")
 
 
-def test_an_element_that_is_killed_is_said_to_have_ended_so(tmp_path: Path, busybox_rootfs: str) -> None:
-    slow = write_context(tmp_path / "slow", 1, "sleep 500")
-    command = [sys.executable, "-m", "megaflow_hpc", "images", "build", slow, "--slurm", "--json"]
-    command += ["--store", str(tmp_path / "s"), "--map", f"base={busybox_rootfs}", "--sbatch", "mem=900"]
+def test_a_preempted_element_goes_on_and_one_at_its_walltime_fails_its_own_images(
+    tmp_path: Path, busybox_rootfs: str
+) -> None:
+    """Elements of one CPU each: the nodes are taken from both, in a step; later the time of one is made short."""
+    store = tmp_path / "store"
+    whole, cut = write_context(tmp_path / "whole", 1, "sleep 500"), write_context(tmp_path / "cut", 2, "sleep 500")
+    command = [sys.executable, "-m", "megaflow_hpc", "images", "build", whole, cut, "--slurm", "--json"]
+    command += ["--store", str(store), "--map", f"base={busybox_rootfs}", "--sbatch", "partition=preempt"]
+    command += ["--sbatch", "time=10", "--sbatch", "mem=900", "--sbatch", "cpus-per-task=1", "--jobs", "2"]
+
+    def starts(element: int) -> list[str]:
+        """What each start of an element said."""
+        texts = [log.read_text() for log in (store / "work").glob(f"batch-*/logs/images-*_{element}.log")]
+        return [line for text in texts for line in text.splitlines() if "Dockerfile:4: RUN sleep" in line]
+
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
-        until(lambda: len(queued()) == 1, "the job is queued")
-        until(lambda: list((tmp_path / "s" / "work").glob("batch-*/logs/images-*.log")), "it runs")
-        subprocess.run(["scancel", *queued()], check=True)
-        image = json.loads(waiting.communicate(timeout=120)[0])["images"][slow]
+        try:
+            until(lambda: starts(0) and starts(1), "both are in their last steps")
+            write = Path(whole).write_text  # what begins again need not take long
+            write(Path(whole).read_text().replace("sleep 500", "sleep 1"))
+            made = {path.name for path in (store / "layers").glob("*.json")}
+            sbatch("--partition=cpu", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+            until(lambda: len(starts(0)) == len(starts(1)) == 2, "both have begun again", 240)
+            subprocess.run(["scontrol", "update", f"JobId={queued()[0]}_1", "TimeLimit=1"], check=True)
+            images = json.loads(waiting.communicate(timeout=240)[0])["images"]
+        finally:
+            waiting.send_signal(signal.SIGINT)
     assert waiting.returncode == 1
-    assert image["state"] == "failed"
-    assert "ended as CANCELLED on cpu" in image["error"]
-    assert os.fspath(tmp_path) in image["error"]
+    assert (images[whole]["state"], images[cut]["state"]) == ("built", "failed")
+    assert "ended as TIMEOUT on cpu" in images[cut]["error"]
+    log = (store / "work").glob("batch-*/logs/images-*_0.log")
+    assert sum(text.count(":2: RUN") + text.count(":3: COPY") for text in map(Path.read_text, log)) <= 2
+    assert made <= {path.name for path in (store / "layers").glob("*.json")}
+    (tmp_path / "cut" / "Dockerfile").write_text("FROM base\nRUN echo shared > /shared\nCOPY file /file\n")
+    assert cli("images", "build", cut, "--store", store, "--map", f"base={busybox_rootfs}").returncode == 0
+    assert [path.name for path in (store / "work").glob("*/") if not path.name.startswith("batch-")] == []
 
 
 def test_in_a_campaign_tasks_fail_whose_image_was_not_built_and_no_others(
@@ -116,6 +159,7 @@ def test_in_a_campaign_tasks_fail_whose_image_was_not_built_and_no_others(
         config.write_text("".join(line for line in config.read_text().splitlines(True) if "docker_image" not in line))
     done = cli("run", campaign, "--launcher", "slurm", "--json", MEGAFLOW_IMAGE_STORE=str(tmp_path / "store"))
     assert done.returncode == 1, done.stderr
+    assert "node: at least " in done.stderr.partition(" builds them: ")[0]
     assert "images that were not built: 1 of 3; rollouts of their tasks will fail" in done.stderr
     run = json.loads(done.stdout)["run"]
     with h5py.File(Path(run) / "trajectories.h5") as file:

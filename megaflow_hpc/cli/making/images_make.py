@@ -66,9 +66,11 @@ def images_of_campaign(
         failures: as for :meth:`Images.resolve_all`.
     """
     from megaflow_hpc.environments.builds.builder import Builder
+    from megaflow_hpc.environments.builds.forecast import foretelling
 
     recipe, requests = _wanted_by_campaign(images, path, build, network)
     images.builder = Builder(recipe.network) if build else None
+    images.foretell = foretelling(images, recipe.network)
     return images.resolve_all(requests, recipe.image_mapping(), build=build, failures=failures)
 
 
@@ -101,6 +103,7 @@ def build(arguments: argparse.Namespace) -> int:
     if arguments.detach or arguments.jobs or arguments.sbatch:
         raise ConfigError("images build: --detach, --jobs and --sbatch are of builds by jobs; add --slurm")
     from megaflow_hpc.environments.builds.builder import Builder
+    from megaflow_hpc.environments.builds.forecast import foretelling
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 
@@ -113,6 +116,7 @@ def build(arguments: argparse.Namespace) -> int:
         for source in campaigns:
             files |= images_of_campaign(images, source, True, arguments.network, failures)
         images.builder = Builder(arguments.network)
+        images.foretell = foretelling(images, arguments.network)
         mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
         files |= images.resolve_all(_requests(images, dockerfiles), mapping, failures=failures)
         mapping = ImageMapping({source: source for source in others}, Path.cwd(), "images build")
@@ -150,15 +154,11 @@ def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
 
 def _forecast(arguments: argparse.Namespace) -> int:
     """Says what a build would take; makes nothing."""
-    from megaflow_hpc.environments.builds.forecast import Forecaster
-    from megaflow_hpc.environments.images.cache.cache import ImageCache
+    from megaflow_hpc.environments.builds import forecast
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
-    from megaflow_hpc.environments.sandbox.scratch import default_scratch
 
     images = open_images(arguments)
-    cache = default_scratch() / "cache"
-    staged = [str(row["name"]) for row in ImageCache(cache, "").list()] if cache.is_dir() else []
-    forecaster = Forecaster(images, staged)
+    forecaster = forecast.forecaster(images)
     campaigns, dockerfiles, others = _kinds(arguments.source)
     for source in campaigns:
         recipe, requests = _wanted_by_campaign(images, source, True, arguments.network)
@@ -171,10 +171,7 @@ def _forecast(arguments: argparse.Namespace) -> int:
         print_json({**vars(found), "to_make": found.to_make})
         return 0
     say(f"images: {found.images}, {found.there} in the store, {found.to_make or 'none'} to be made")
-    say(f"layers: {found.layers_made} to be made, {found.layers_fetched} to be fetched")
-    least = "at least " if found.unknown else ""
-    say(f"store: {least}{_size(found.store_bytes)}, {found.store_inodes} files more")
-    say(f"node: {least}{_size(found.node_bytes)}, {found.node_inodes} files, beyond what this one has")
+    say("\n".join(found.lines()))
     if found.unknown:
         say("\n".join(["not known before it is made:", *(f"  {line}" for line in found.unknown)]))
     return 0
@@ -303,10 +300,6 @@ def export(arguments: argparse.Namespace) -> int:
     else:
         say(f"{target}: {megabytes(target.stat().st_size)} MB")
     return 0
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def megabytes(size: Any) -> str:

@@ -7,12 +7,14 @@ that several images have. What a ``RUN``, a definition file, or a copy from anot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.environments.builds.builder import image_of
 from megaflow_hpc.environments.builds.stages import absolute, step_key
+from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, Workdir
 from megaflow_hpc.environments.images.image_file import ImageFiles
@@ -21,6 +23,8 @@ from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.pull import look
 from megaflow_hpc.environments.images.resolve import Images, is_built
+from megaflow_hpc.environments.sandbox.scratch import default_scratch
+from megaflow_hpc.errors import MegaflowError
 
 _HEADERS = 128
 """Bytes of a small archive beside its files, compressed."""
@@ -49,6 +53,15 @@ class Forecast:
     def to_make(self) -> int:
         """Images that the store lacks."""
         return self.images - self.there
+
+    def lines(self) -> list[str]:
+        """Returns what it takes in words."""
+        least = "at least " if self.unknown else ""
+        return [
+            f"layers: {self.layers_made} to be made, {self.layers_fetched} to be fetched",
+            f"store: {least}{_size(self.store_bytes)}, {self.store_inodes} files more",
+            f"node: {least}{_size(self.node_bytes)}, {self.node_inodes} files, beyond what this one has",
+        ]
 
 
 class Forecaster:
@@ -175,6 +188,33 @@ class Forecaster:
         self._seen.add(f"node {key}")
         self.forecast.node_bytes += size
         self.forecast.node_inodes += inodes
+
+
+def forecaster(images: Images) -> Forecaster:
+    """Returns a forecaster that does not count what this node's cache has."""
+    cache = default_scratch() / "cache"
+    return Forecaster(images, [str(row["name"]) for row in ImageCache(cache, "").list()] if cache.is_dir() else [])
+
+
+def foretelling(images: Images, network: str | None) -> Callable[[Sequence[ImageRequest], ImageMapping], None]:
+    """Returns what has ``images.say`` told what the making of images will take.
+
+    Args:
+        network: of the steps of Dockerfiles.
+    """
+
+    def foretell(requests: Sequence[ImageRequest], mapping: ImageMapping) -> None:
+        counting = forecaster(images)
+        with suppress(MegaflowError):  # who makes them will hear of it
+            counting.add(requests, mapping, network)
+            for line in counting.forecast.lines():
+                images.say(line)
+
+    return foretell
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def _size_of(dockerfile: Dockerfile, copy: Copy) -> tuple[int, int]:

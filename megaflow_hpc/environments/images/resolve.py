@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,8 @@ class Images:
         """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
         self.show: Callable[[Making], None] = lambda state: None
         """Gets how far :meth:`resolve_all` is, some times a second."""
+        self.foretell: Callable[[Sequence[ImageRequest], ImageMapping], None] = lambda requests, mapping: None
+        """Gets all that :meth:`resolve_all` is asked for before anything of it is made."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
@@ -145,6 +147,10 @@ class Images:
 
         if wanted:
             told(0, 0, 0, 0.0)
+        if jobs:
+            used = dict(self.used)
+            self.foretell(list(wanted.values()), mapping)
+            self.used = used  # what was only looked at was not asked for
         made, failed = make_all(jobs, told, self.stop, keep_going=failures is not None)
         for name, failure in failed.items():
             if failures is None or not isinstance(failure, MegaflowError):
