@@ -175,6 +175,44 @@ def test_a_background_process_outlives_its_command_and_may_go_on_printing(in_any
     assert alive == 0
 
 
+def test_streams_are_used_again_and_nothing_of_them_is_lost(in_any_sandbox: InSandbox) -> None:
+    """By a short command, by one that prints more than a pipe holds, late, and beside one left in the background."""
+    long = (
+        "sleep 0.02; i=0; while [ $i -lt 2000 ]; do echo 0123456789012345678901234567890123456789; i=$((i + 1)); done"
+    )
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[set[str], set[int], int]:
+        shorts, longs = set(), set()
+        assert sandbox._bundle.container
+        pairs = sandbox._bundle.container.commands._pairs
+        for _ in range(4):
+            await sandbox.exec("sleep 0.05 &")
+            shorts.add((await sandbox.exec("echo short")).stdout)
+            longs.add(len((await sandbox.exec(long)).stdout_bytes))
+        await until_async(lambda: not pairs._left, "nobody holds a stream")
+        assert len(pairs._free) == pairs._made
+        return shorts, longs, pairs._made
+
+    shorts, longs, made = in_any_sandbox(use)
+    assert (shorts, longs) == ({"short\n"}, {2000 * 41})
+    assert made <= 6
+
+
+def test_commands_run_whatever_shell_the_image_has(in_sandbox: InSandbox) -> None:
+    async def use(sandbox: ApptainerSandbox) -> list[tuple[str, str]]:
+        said = []
+        for shell in ("dash", "bash"):
+            await sandbox.exec(f"ln -sf {shell} /bin/sh")
+            await sandbox.kill_processes()
+            name = await sandbox.exec(["/bin/sh", "-c", "echo ${BASH_VERSION:+bash}"], timeout_s=30)
+            done = await sandbox.exec("printf 'two\n lines'; exit 7", timeout_s=30)
+            assert done.exit_code == 7
+            said.append((name.stdout.strip(), done.stdout))
+        return said
+
+    assert in_sandbox(use) == [("", "two\n lines"), ("bash", "two\n lines")]
+
+
 def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_any_sandbox: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> list[ExecResult]:
         assert (await sandbox.exec("kill -9 0")).exit_code == 137

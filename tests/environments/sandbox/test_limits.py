@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.limits.watch import Breach, Node, Watch
+from megaflow_hpc.environments.sandbox.limits.disk import free_disk
+from megaflow_hpc.environments.sandbox.limits.watch import BUSY_S, TICK_S, Breach, Node, Watch
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.errors import LimitError
-from megaflow_hpc.host.process import descendants
+from megaflow_hpc.host.process import Identity, descendants
 from megaflow_hpc.types import ExecResult
 from tests.support.waiting import until_async
 
@@ -260,6 +261,26 @@ def test_processors_are_shared_out_evenly(tmp_path: Path) -> None:
     expected = 0 if ours == 1 else 2
     assert {used.count(cpu) for cpu in used} <= {expected}
     assert len(used) == expected * ours
+
+
+def test_short_commands_bring_no_more_looks_than_a_long_one(tmp_path: Path) -> None:
+    watch = Watch(SandboxSpec("x"), str(tmp_path), lambda *_: None)
+    watch.init = Identity.of(os.getpid())
+    node = Node(1 << 40, free_disk(str(tmp_path)), 0)
+    looks, now, ticks = 0, 1000.0, 200
+    for _ in range(ticks):
+        now += TICK_S
+        watch.poke()  # as each command does
+        if watch.wanted(now, node):
+            watch.check(now, node)
+            looks += 1
+    assert ticks * TICK_S / BUSY_S / 2 <= looks <= ticks * TICK_S / BUSY_S + 1
+    idle = now + BUSY_S
+    watch.check(idle, node)
+    watch.due = idle + 100
+    assert not watch.wanted(idle + 99, node)
+    watch.poke()
+    assert watch.wanted(idle + 99, node)
 
 
 def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path, look: Look) -> None:

@@ -120,9 +120,7 @@ class CommandDispatcher:
             self._withdraw(command)
             if command.listening is not None:
                 command.listening.cancel()
-            if not command.done.done():
-                command.done.set_exception(SandboxError(why))
-                command.done.exception()
+            command.end(SandboxError(why))
 
     def close(self) -> None:
         """Closes every descriptor."""
@@ -153,13 +151,14 @@ class CommandDispatcher:
             self._check_alive()
             running = self.launch(command, cwd, env or {}, user_input, limit)
             if on_output is not None:
-                running.on_output = lambda data: None if on_output(data) else self._enough(running)
+                # What it leaves in the background prints on when it has ended.
+                running.on_output = lambda data: on_output(data) or running.done.done() or self.kill(running)
             timer = None
             if timeout_s is not None:
                 left = max(0.0, timeout_s - (time.monotonic() - started))
                 timer = asyncio.get_running_loop().call_later(left, self.kill, running)
             try:
-                status = await asyncio.shield(running.done)
+                status = await running.ended()
                 if running.killing is not None:
                     await asyncio.shield(running.killing)
             except asyncio.CancelledError:
@@ -256,15 +255,22 @@ class CommandDispatcher:
         """Reads from now on as the command prints."""
         command.listening = None
         loop = asyncio.get_running_loop()
+        try:
+            command.pair.renew()
+        except OSError:  # as many descriptors as this process may have; the command waits as long
+            command.listening = loop.call_later(10 * _SHORT_S, self._listen, command)
+            return
         for stream, descriptor in enumerate(command.pair.descriptors):
-            if descriptor >= 0:
+            if command.pair.held[stream]:
                 loop.add_reader(descriptor, self._read_output, command, stream)
+                if command.number not in self._commands:  # whoever held it may have gone before it was opened afresh
+                    self._read_output(command, stream)
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
-        """One read; ``True`` if there may be more. A closed end gives its reader up."""
-        descriptor = command.pair.descriptors[stream]
-        if descriptor < 0:
+        """One read; ``True`` if there may be more. A stream that nobody holds any more gives its reader up."""
+        if not command.pair.held[stream]:
             return False
+        descriptor = command.pair.descriptors[stream]
         data = read_available(descriptor)
         if data is None:
             return False
@@ -276,8 +282,7 @@ class CommandDispatcher:
             return True
         if command.listening is None:
             asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
-        command.pair.descriptors[stream] = -1
+        command.pair.held[stream] = False
         if command.number not in self._commands:
             self._pairs.give_back(command.pair)
         return False
@@ -297,9 +302,9 @@ class CommandDispatcher:
         if not self._pairs.give_back(command.pair):  # somebody in the background holds them
             if not listened:
                 self._listen(command)
-            self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
-        if not command.done.done():
-            command.done.set_result(status)
+            if any(command.pair.held):
+                self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
+        command.end(status)
 
     def _withdraw(self, command: RunningCommand) -> None:
         command.worker.command = None
@@ -312,10 +317,6 @@ class CommandDispatcher:
                 os.unlink(os.path.join(self.control, name))
             except OSError:
                 pass
-
-    def _enough(self, command: RunningCommand) -> None:
-        if not command.done.done():  # else it is one that it left in the background
-            self.kill(command)
 
     def kill(self, command: RunningCommand) -> asyncio.Task[None]:
         """Starts killing every process of a command; the task returned ends when the command has."""

@@ -12,6 +12,14 @@
 
 _mf_dir=$1
 
+# A shell's "read" asks the kernel for each byte of a line. dash and busybox take a line that they source in one piece;
+# others read what they source to its end, and a FIFO has none.
+if [ /bin/sh -ef /bin/dash ] 2>/dev/null || [ /bin/sh -ef /bin/busybox ] 2>/dev/null; then
+  _mf_take() { . "$_mf_dir/w$1"; }
+else
+  _mf_take() { IFS= read -r _mf_line && eval "$_mf_line"; }
+fi
+
 _mf_work() {
   exec <"$_mf_dir/w$1" 2>/dev/null
   trap 'echo "$1 dead"' EXIT # a fork was refused: the limit of processes
@@ -20,10 +28,10 @@ _mf_work() {
   echo "$1 up"
   while :; do
     if [ -n "$_mf_jobs" ]; then
-      (IFS= read -r _mf_line && eval "$_mf_line") &
+      (_mf_take "$1") &
       wait $!
     else
-      (IFS= read -r _mf_line && eval "$_mf_line")
+      (_mf_take "$1")
     fi
     echo "$1 $?"
   done

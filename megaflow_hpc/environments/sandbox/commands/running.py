@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import environment
 from megaflow_hpc.types import ExecResult
 
@@ -40,11 +41,30 @@ class RunningCommand:
         self.pair = pair
         self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiter: asyncio.Future[None] | None = None
         self.files: list[str] = []
         self.breach = ""
         self.on_output: Callable[[bytes], object] | None = None
         self.listening: asyncio.TimerHandle | None = None
         self.killing: asyncio.Task[None] | None = None
+
+    def end(self, status: int | SandboxError) -> None:
+        """Sets ``done``, unless it is set."""
+        if not self.done.done():
+            if isinstance(status, int):
+                self.done.set_result(status)
+            else:
+                self.done.set_exception(status)
+                self.done.exception()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def ended(self) -> int:
+        """Waits for ``done``, which lives on where this is cancelled. A shield would cost a turn of the loop more."""
+        if not self.done.done():
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.done.result()
 
     def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
         """Returns the result for the caller; ``started`` in seconds of the monotonic clock."""

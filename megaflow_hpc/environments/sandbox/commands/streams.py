@@ -65,18 +65,37 @@ class StreamPair:
         for path in self._paths:
             os.mkfifo(path, 0o600)
         self.descriptors: list[int] = []
+        self.held = [True, True]
+        """Whether somebody may still write to a stream."""
+        self._used = False
 
     def open(self) -> None:
-        """Opens the reading ends afresh: a FIFO read end that has seen its writers go reports end-of-file for ever."""
-        if self.descriptors:
-            return
-        self.descriptors = [os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) for path in self._paths]
+        """Opens the reading ends, unless they are."""
+        if not self.descriptors:
+            self.descriptors = [self._open(path) for path in self._paths]
+
+    def renew(self) -> None:
+        """Opens afresh the reading ends that have seen writers go, whose end a poll would report for ever; a read does
+        not."""
+        if self._used:
+            for stream, old in enumerate(self.descriptors):
+                if self.held[stream]:
+                    self.descriptors[stream] = self._open(self._paths[stream])
+                    os.close(old)
+            self._used = False
+
+    def reuse(self) -> None:
+        """Takes the reading ends for the next command, after the last has let go of both streams."""
+        self.held = [True, True]
+        self._used = True
+
+    def _open(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Closes the reading ends that are open."""
+        """Closes the reading ends."""
         for descriptor in self.descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
+            os.close(descriptor)
         self.descriptors = []
 
     def remove(self) -> None:
@@ -113,12 +132,11 @@ class StreamPairs:
         return pair
 
     def give_back(self, pair: StreamPair) -> bool:
-        """Opens a pair for its next command; ``False`` if somebody inside holds it still."""
-        if any(descriptor >= 0 for descriptor in pair.descriptors):
+        """Keeps a pair for its next command; ``False`` if somebody inside holds it still."""
+        if any(pair.held):
             return False
         self._left.pop(pair, None)
-        pair.descriptors = []
-        pair.open()
+        pair.reuse()
         self._free.append(pair)
         return True
 
@@ -145,8 +163,7 @@ class StreamPairs:
 
 def _close(pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
     for descriptor in pair.descriptors:
-        if descriptor >= 0:
-            remove_reader(descriptor)
+        remove_reader(descriptor)
     pair.close()
 
 

@@ -92,6 +92,8 @@ class Watch:
         self.group: cgroups.Group | None = None
         self.cpus: frozenset[int] = frozenset()
         self.due = 0.0
+        self._poked = False
+        self._looked = 0.0
         self._cpu = CpuTime()
         self._descriptors = Descriptors()
         self._disk = DiskUse()
@@ -108,8 +110,8 @@ class Watch:
         self._opened = 0
 
     def poke(self) -> None:
-        """Asks for a look soon, since a command starts. Cheap enough for every one."""
-        self.due = 0.0
+        """Asks for a look as soon as one that works gets it, since a command starts. Cheap enough for every one."""
+        self._poked = True
 
     def adopt(self, owner: Identity) -> None:
         """Puts the process that will start a container into the control group, and with it all that it starts."""
@@ -180,7 +182,7 @@ class Watch:
         """Whether to look now: it is its turn, or the node lost half of what it may still take."""
         if self.init is None:
             return False
-        if now >= self.due or self._node_loses(node):
+        if now >= self.due or (self._poked and now >= self._looked + BUSY_S) or self._node_loses(node):
             return True
         return bool(self.spec.disk_mb and self._disk.wanted(self.spec.disk_mb * MB, node.free))
 
@@ -197,12 +199,13 @@ class Watch:
         if init is None or not init.alive():
             return
         spec = self.spec
+        poked, self._poked, self._looked = self._poked, False, now
         seen = usage.look(init.pid, written=bool(spec.disk_mb))
         with self._counting:
             if self.init is not init:
                 return
             used = self._cpu.look(init.pid, seen, self.group, self._processors, now)
-        worked = used > 0.02 or len(seen.pids) > 8 or not self.due  # what was poked for may only begin to work
+        worked = used > 0.02 or len(seen.pids) > 8 or poked or not self.due  # what starts may only begin to work
         urgent = self._node_loses(node)
         self._available, self._opened = node.available, node.opened
         self._descriptors.look(init.pid, seen, (spec.memory_mb or 0) * MB, now, urgent)
