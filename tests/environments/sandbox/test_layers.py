@@ -14,6 +14,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox import probe
+from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore_programs
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
@@ -125,6 +126,18 @@ for tool in gawk sort grep; do rm -f /usr/bin/$tool; printf '#!/bin/sh\\necho fa
 rm -rf /usr/local/sbin; mkdir -p /usr/local/sbin /usr/sbin; chmod +x /usr/bin/gawk /usr/bin/sort /usr/bin/grep
 cp /usr/bin/gawk /usr/local/sbin/cat; rm /usr/bin/tee; chmod 0 /usr/local
 """
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1), (60, 1), (66, 11), (400, 365)])
+def test_a_chain_has_few_links_and_fits_into_a_page(tmp_path: Path, count: int, most: int) -> None:
+    lowers = [str(tmp_path / "images" / f"{number:040}-layer" / "rootfs") for number in range(count)]
+    for lower in lowers:
+        Path(lower).mkdir(parents=True)
+    made = overlay.arguments(lowers, str(tmp_path / "layer"), str(tmp_path / "merged"))
+    named = made.options.partition(",")[0].removeprefix("lowerdir=").split(":")
+    assert [str(Path(made.directory, name).resolve()) for name in named] == lowers
+    assert len(made.options) < 4000
+    assert len(set(Path(made.directory).iterdir())) - 2 <= most
 
 
 @pytest.mark.parametrize("way", ["overlay", "copy"])

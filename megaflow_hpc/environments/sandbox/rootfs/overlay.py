@@ -7,7 +7,8 @@ It also tries the mount out first, and each unmounting waits until the file syst
 
 The names of its directories stand in the mount table, which every process inside may read, and the kernel takes them
 in one page, with all other options. So it is mounted from a directory of links: ``upper``, ``work``, and 0, 1, 2 … for
-the lower ones. What lies side by side in the cache has one link together: a link takes longer to make than to follow.
+the lower ones. What lies side by side in the cache has one link together, as far as the page takes the longer names: a
+link takes longer to make than to follow.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ MOST_LOWERS = 400
 """Lower directories of one overlay: the kernel takes 500, and what names them has to fit into a page."""
 _LONGEST_NAMES = 3400
 """Bytes of their names; the rest of the page is for the other options."""
+_SHORTEST_NAME = 4
+"""Bytes of a link's name, which is a number, and what divides it from the next."""
 
 
 class Overlay(NamedTuple):
@@ -122,9 +125,6 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
     remove_tree(links)
     os.mkdir(links, 0o700)
     names, targets = _linked(lowers)
-    if sum(map(len, names)) + len(names) > _LONGEST_NAMES or odd(*names):
-        names = [str(number) for number in reversed(range(len(lowers)))]
-        targets = dict(zip(names, lowers, strict=True))
     for name, target in (targets | {"upper": f"{layer}/upper", "work": f"{layer}/work"}).items():
         os.symlink(target, f"{links}/{name}")
     options = f"lowerdir={':'.join(names)},upperdir=upper,workdir=work,userxattr,volatile"
@@ -132,15 +132,20 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
 
 
 def _linked(lowers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names lower directories by as few links as do, and returns the names with the links: name → target."""
+    """Names lower directories by as few links as do, in :data:`_LONGEST_NAMES`, and returns the names with the links:
+    name → target."""
     places = [os.path.dirname(os.path.dirname(lower)) for lower in lowers]
     together = Counter(places)
     links: dict[str, str] = {}
-    names = []
+    names: list[str] = []
+    left = _LONGEST_NAMES - _SHORTEST_NAME * len(lowers)
     for lower, place in zip(lowers, places, strict=True):
-        target = place if together[place] > 1 else lower
-        link = links.setdefault(target, str(len(links)))
-        names.append(link + lower[len(target) :])
+        below = lower[len(place) :]
+        beside = together[place] > 1 and len(below) <= left and not odd(below)
+        if beside:
+            left -= len(below)
+        link = links.setdefault(place if beside else lower, str(len(links)))
+        names.append(link + below if beside else link)
     return names, {link: target for target, link in links.items()}
 
 
