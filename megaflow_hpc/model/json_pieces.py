@@ -17,13 +17,16 @@ from typing import Any
 from megaflow_hpc.model.aside import give_way
 
 WHOLE = 512 * 2**10
-"""Bytes of a document that is not taken apart."""
-PIECE = 128 * 2**10
+"""Bytes of a document that is not taken apart, if it has no more than :data:`FEW` arrays and objects."""
+FEW = 10_000
+PIECE = 32 * 2**10
 """Bytes of a piece; single values are longer only where they cannot be taken apart."""
 DEPTH = 1000
 """Arrays and objects within one another; orjson decodes 1,024."""
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{}"]', re.DOTALL)
-"""A text, or a bracket; a quote alone begins a text that does not end."""
+_TOKEN = re.compile(rb'[^][{}"]{0,16384}+("[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{}"])?+', re.DOTALL)
+"""A text, or a bracket, and what stands before it; a quote alone begins a text that does not end."""
+_MANY = 512
+"""Tokens or values between two pauses."""
 _SPACE = b" \t\r\n"
 
 
@@ -72,17 +75,21 @@ class Pieces:
         Raises:
             ValueError: It is not JSON.
         """
-        if len(self._data) <= WHOLE:
+        if len(self._data) <= WHOLE and self._data.count(b"[") + self._data.count(b"{") <= FEW:
             return self._decoded(self._data)
         whole = _Open(-1, False)
         stack, last = [whole], 0
-        for token in _TOKEN.finditer(self._data):
-            at, end = token.span()
-            kind = self._data[at]
+        for number, token in enumerate(_TOKEN.finditer(self._data)):
+            at, end = token.span(1) if token[1] else (token.end(), token.end())
+            kind = self._data[at] if at < end else 0
+            if not number % _MANY:
+                give_way()
             if at - stack[-1].cut + stack[-1].held > PIECE and len(stack) > 1:
                 self._take_apart(stack[-1], last, at)
             last = end
-            if kind == 34:  # a quote
+            if not kind:  # a long row of numbers
+                give_way()
+            elif kind == 34:  # a quote
                 if end - at == 1:
                     raise ValueError("a text does not end")
             elif kind in b"[{":
@@ -144,7 +151,11 @@ class Pieces:
         if isinstance(value, str):
             return self._kept.get(value, value)
         if isinstance(value, list):
-            return [self._filled(item) for item in value]
+            items = list[Any]()
+            for start in range(0, len(value), _MANY):
+                items += [self._filled(item) for item in value[start : start + _MANY]]
+                give_way()
+            return items
         if isinstance(value, dict):
             if not self._kept.keys().isdisjoint(value):
                 raise TooMuch("a name of 32 KiB and more")

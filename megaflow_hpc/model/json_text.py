@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from megaflow_hpc.model.aside import give_way
+from megaflow_hpc.model.aside import ASIDE, give_way
 from megaflow_hpc.model.json_pieces import Pieces, TooMuch
 from megaflow_hpc.texts import containers_at
 
@@ -31,11 +31,16 @@ _WINDOW = 16 * 2**10
 """Bytes that are looked at at once: a text in which a whole window lies is long."""
 _SLICE = 128 * 2**10
 _LONG = 2 * _WINDOW
-_ITEMS = 2048
+_LONG_TEXT = 4096
+"""Characters of a text that is encoded by itself: escapes make one a sixth as long as it was in JSON."""
+_ITEMS = 256
 """Items of a list that are encoded at once."""
 _EVERY = 4
 """Windows between two pauses."""
 _HIGH = re.compile(rb"\\u[dD][89abAB]..")
+_BETWEEN = re.compile(rb"[][{},:]")
+_DENSE = 64 * 2**10
+"""Bytes of a document from which on it is looked at whether it is of brackets above all."""
 
 
 class Bounds(NamedTuple):
@@ -52,6 +57,14 @@ class Bounds(NamedTuple):
 REQUEST = Bounds(100_000, 1_000_000, 8 * 2**20)
 ANSWER = Bounds(1_000_000, 4_000_000, 48 * 2**20)
 """An engine tells an object and two arrays of each sampled token, and of each of the likeliest beside it."""
+
+
+def effort(raw: bytes | bytearray) -> int:
+    """Returns of how many bytes a document is, by the time that it takes: one of small arrays takes twenty times it."""
+    if not _DENSE <= len(raw) <= ASIDE:
+        return len(raw)
+    brackets = raw.count(b"[") + raw.count(b"{")
+    return len(raw) + (20 * len(raw) if 8 * brackets > len(raw) else 0)
 
 
 def parsed(raw: bytes | bytearray) -> Any:
@@ -89,7 +102,7 @@ def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
         TooMuch: It holds more.
         ValueError, RecursionError: It is not JSON.
     """
-    if len(raw) <= LARGE:
+    if effort(raw) <= LARGE:
         return parsed(raw)
     spans = list(_long_texts(raw, bounds))
     mark, rest, last = secrets.token_hex(16), [], 0
@@ -97,9 +110,10 @@ def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
         rest += [raw[last:start], b"%bt%d" % (mark.encode(), number)]
         last = end
     short = b"".join([*rest, raw[last:]])
-    if len(short) > bounds.short:
-        raise TooMuch(f"over {bounds.short >> 20} MiB beside texts of {_LONG >> 10} KiB and more")
-    kept = {f"{mark}t{n}": _text(raw, *span) for n, span in enumerate(spans)}
+    kept = {}
+    for number, span in enumerate(spans):
+        kept[f"{mark}t{number}"] = _text(raw, *span)
+        give_way()
     return Pieces(short, mark, kept, parsed).value()
 
 
@@ -164,16 +178,19 @@ def _windows(raw: bytes | bytearray, start: int, stop: int) -> Iterator[tuple[in
 
 
 def _long_texts(raw: bytes | bytearray, bounds: Bounds) -> Iterator[tuple[int, int]]:
-    """Yields where long texts begin and end, without their quotes; counts what stands outside of texts."""
-    objects = values = 0
+    """Yields where long texts begin and end, without their quotes; counts what stands beside them and between texts."""
+    objects = values = of_long = 0
     inside, began, long = 0, 0, False
-    for start, _, hidden in _windows(raw, 0, len(raw)):
+    for start, end, hidden in _windows(raw, 0, len(raw)):
         first = hidden.find(b'"')
         if first < 0:
             long, outside = bool(inside), b"" if inside else hidden
+            if len(outside) > _WINDOW // 2 and not _BETWEEN.search(outside):
+                raise TooMuch(f"a number, or space, of {_WINDOW >> 11} KiB and more")
         else:
             if long:
                 yield began, start + first
+                of_long += start + first - began
             outside = b"".join(hidden.split(b'"')[inside::2])
             inside ^= hidden.count(b'"') & 1
             began, long = start + hidden.rfind(b'"') + 1, False
@@ -181,6 +198,8 @@ def _long_texts(raw: bytes | bytearray, bounds: Bounds) -> Iterator[tuple[int, i
         values += outside.count(b",")
         if objects > bounds.objects or values > bounds.values:
             raise TooMuch(f"over {bounds.objects} objects and arrays, or {bounds.values} values")
+        if (began if inside else end) - of_long > bounds.short:
+            raise TooMuch(f"over {bounds.short >> 20} MiB beside texts of {_LONG >> 10} KiB and more")
 
 
 def _text(raw: bytes | bytearray, start: int, stop: int) -> str:
@@ -191,12 +210,15 @@ def _text(raw: bytes | bytearray, start: int, stop: int) -> str:
 def _marked(value: Any, mark: str, found: list[Any]) -> Any:
     """Returns a value with marks for its long texts and lists, which are added to ``found``."""
     if isinstance(value, str):
-        if len(value) < _LONG:
+        if len(value) < _LONG_TEXT:
             return value
         found.append(value)
         return f"{mark}t{len(found) - 1}"
     if isinstance(value, list | tuple):
-        items = [_marked(item, mark, found) for item in value]
+        items = list[Any]()
+        for start in range(0, len(value), _ITEMS):
+            items += [_marked(item, mark, found) for item in value[start : start + _ITEMS]]
+            give_way()
         if len(items) < _ITEMS:
             return items
         found.append(items)

@@ -20,12 +20,12 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model import json_pieces, json_text
-from megaflow_hpc.model.aside import aside, asker
+from megaflow_hpc.model.aside import ASIDE, aside, asker
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.share import Share
 from megaflow_hpc.model.json_pieces import TooMuch
-from megaflow_hpc.model.json_text import REQUEST, check_values, decoded, encoded, packed, parsed
+from megaflow_hpc.model.json_text import REQUEST, check_values, decoded, effort, encoded, packed, parsed
 from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY, _with_model
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -391,6 +391,7 @@ def test_large_documents_are_read_as_small_ones_are(monkeypatch: pytest.MonkeyPa
         value = {"m": [{"content": text, "n": 1.5} for text in texts], "x": [1, [], {}], "rows": rows, "y": {}}
         raw = bytearray(json.dumps(value) if number % 2 else packed(value).decode(), "utf-8")
         monkeypatch.setattr(json_text, "LARGE", 10)
+        monkeypatch.setattr(json_pieces, "FEW", draw.choice([0, 10_000]))
         for name, size in (("WHOLE", draw.choice([10, 10**9])), ("PIECE", draw.choice([1, 20, 5000]))):
             monkeypatch.setattr(json_pieces, name, size)
         monkeypatch.setattr(json_text, "_ITEMS", draw.choice([1, 2, 3, 2048]))
@@ -406,6 +407,64 @@ def _value(decode: Callable[[bytes | bytearray], Any], raw: bytearray) -> str:
         return repr(decode(raw))
     except ValueError:
         return "no JSON"
+
+
+@pytest.mark.parametrize(
+    ("value", "pauses"),
+    [
+        ({"x": list(range(900_000))}, 100),
+        ({"x": [[]] * 90_000, "y": "a" * 4 * MIB}, 100),
+        ({"messages": conversation(*["a" * 33_000] * 200)}, 100),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a\n" * 11_000}] * 500}]}, 100),
+        ({"messages": conversation(*["hi"] * 90_000)}, 100),
+    ],
+    ids=["numbers", "small arrays beside a text", "texts of 33 KB", "texts that escapes make long", "messages"],
+)
+def test_the_loop_has_its_turn_whatever_makes_a_document_large(
+    value: Any, pauses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two pauses lies a bounded number of bytes and values, so that there are many of them."""
+    raw = bytearray(packed(value))
+    given = 0
+
+    def count() -> None:
+        nonlocal given
+        given += 1
+
+    def longest(data: bytes | bytearray) -> Any:
+        assert len(data) <= MIB
+        return parsed(data)
+
+    def whole(part: Any, *, sort_keys: bool = False) -> bytes:
+        found = packed(part, sort_keys=sort_keys)
+        assert len(found) <= 2 * MIB
+        return found
+
+    for module in (json_text, json_pieces):
+        monkeypatch.setattr(module, "give_way", count)
+    monkeypatch.setattr(json_text, "parsed", longest)
+    monkeypatch.setattr(json_text, "packed", whole)
+    assert decoded(raw) == value
+    assert given > pauses
+    given = 0
+    assert b"".join(encoded(value)) == raw
+    assert given > pauses
+
+
+@pytest.mark.parametrize(
+    "body", [b"1" * 7 * MIB, b"[1," + b" " * 7 * MIB + b"1]"], ids=["a number of seven megabytes", "as much space"]
+)
+def test_a_number_or_space_without_end_is_refused_before_a_decoder_has_it(body: bytes) -> None:
+    with pytest.raises(TooMuch, match="a number, or space, of 8 KiB and more"):
+        decoded(body)
+
+
+def test_small_arrays_count_for_the_time_that_they_take() -> None:
+    """A body of a few hundred kilobytes of them would be dealt with on the loop, as a megabyte of text is."""
+    lists = b'{"x":[' + b"[]," * 90_000 + b"[]]}"
+    assert effort(lists) > ASIDE > len(lists)
+    text = packed({"messages": conversation("x = [1, {2: 3}]\n" * 30_000)})
+    assert effort(text) == len(text)
 
 
 def test_a_large_conversation_has_the_digest_of_its_parts_together() -> None:

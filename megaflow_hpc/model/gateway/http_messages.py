@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from megaflow_hpc.model.aside import ASIDE, aside
-from megaflow_hpc.model.json_text import decoded, encoded, packed
+from megaflow_hpc.model.json_text import decoded, effort, encoded, packed
 from megaflow_hpc.model.request_body import BadBody, read_body
 
 MODEL_SERVICE_ERROR = "model_service_error"
@@ -98,21 +98,22 @@ def body_size(request: web.BaseRequest) -> int:
 
 
 async def read_object(request: web.BaseRequest, most: int) -> tuple[dict[str, Any], int]:
-    """Returns a request's body of at most ``most`` bytes, and how many it had.
+    """Returns a request's body of at most ``most`` bytes, and how many it had, by the time that these take.
 
     Raises:
         CallError: It is no JSON object, too long, or has too many values.
     """
     try:
         raw = await read_body(request, most)
-        body = await aside(len(raw), decoded, raw)
+        size = effort(raw)
+        body = await aside(size, decoded, raw)
     except BadBody as error:
         raise CallError(error.status, str(error)) from None
     except (ValueError, RecursionError) as error:
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
         raise CallError(400, "the request's body: expected a JSON object")
-    return body, len(raw)
+    return body, size
 
 
 def error_fields(error: Exception) -> tuple[int, str, str]:
