@@ -42,7 +42,7 @@ from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import current, ordinals
 from megaflow_hpc.training.buffer import Buffer, Sequences
 from megaflow_hpc.training.evaluation import ask
-from megaflow_hpc.training.pace import Pace
+from megaflow_hpc.training.pace import REFILLED, Pace
 from megaflow_hpc.training.plan import Place, Plan, Settled, TrainingFiles
 from megaflow_hpc.training.planner import Planner
 from megaflow_hpc.training.pod_watch import PodWatch
@@ -286,14 +286,15 @@ class Dataflow:
     def _plan(self, planner: Planner, buffer: Buffer, number: int, version: int, ended: bool) -> Plan | None:
         """Makes the plan if there is enough, and asks for groups in the place of those that were dropped."""
         most = self.config.batch.refill if self._asks else 0
-        short = bool(most) and self._pace.refills(number) >= most
+        under_way = buffer.open_groups - len(buffer.complete()) if most else 0  # which looks for blocks
+        spent = bool(most) and self._pace.refills(number) >= most
+        awaited = spent and max(buffer.rounds_under_way(), default=0) >= REFILLED
         how = (number, version, self._want(number), self.trainer)
-        plan = planner.plan(*how, last=ended, replace=bool(most), short=short)
-        if plan is not None or ended or not most:
+        plan = planner.plan(*how, last=ended, replace=bool(most), short=spent and not awaited)
+        if plan is not None or ended or not most or self._pace.batch(number - 1) is None:
             return plan
-        under_way = buffer.open_groups - len(buffer.complete())
-        lacks = planner.lacks - under_way
-        if lacks <= 0 or self._pace.refill(number, lacks, planner.learned.get("prompts", {})) or under_way:
+        learned, lacks = planner.learned.get("prompts", {}), planner.lacks - under_way
+        if lacks <= 0 or awaited or self._pace.refill(number, lacks, learned) or under_way:
             return None
         self._dry = not buffer.complete()
         return planner.plan(*how, last=True, replace=True)

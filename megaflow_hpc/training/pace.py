@@ -9,7 +9,7 @@ the version. Where groups that were dropped are replaced (``batch.refill``), a s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,12 @@ class Pace:
         self._files, self._policy, self._agent, self._tasks = files, policy, agent, list(tasks)
         self._samples, self._config, self._pods = samples, config, pods
         self._prompts = Prompts(config.prompts)
-        self._versions: dict[int, int] = {}
-        """Batch → ordinal of the newest weights when it was asked for."""
+        self._versions: dict[tuple[type[Batch], int], int] = {}
+        """Batch or refill, by its number → ordinal of the newest weights when it was asked for."""
         self._added = max(0, *files.numbers(Batch), 0)
         """Batches whose blocks are known to be there; of the last one that is written down they may not be."""
         self._refilled = False
-        """The same of refills."""
+        """Whether the blocks of every refill are known to be there; of the last one they may not be."""
 
     @property
     def ahead(self) -> int:
@@ -70,7 +70,7 @@ class Pace:
         bound = self._config.mode.bound
         return AHEAD if bound is None else bound * self._config.publish.every
 
-    def is_due(self, rounds: Iterable[int], version: int) -> bool:
+    def is_due(self, rounds: Collection[int], version: int) -> bool:
         """Whether one of these rounds must be in the next step, lest it is too old in the one after.
 
         Args:
@@ -79,17 +79,19 @@ class Pace:
         bound = self._config.mode.bound
         if bound is None:
             return False
-        batches = {number // self._config.batch.tasks for number in rounds if number < ADDED}
-        return any(version - self._version_of(number) >= bound for number in batches)
+        tasks = self._config.batch.tasks
+        asked: set[tuple[type[Batch], int]] = {(Batch, number // tasks) for number in rounds if number < ADDED}
+        asked |= {(Refill, (number - REFILLED) // tasks) for number in rounds if number >= REFILLED}
+        return any(version - self._version_of(*one) >= bound for one in asked)
 
-    def _version_of(self, number: int) -> int:
-        if number not in self._versions:
-            batch = self.batch(number)
-            self._versions[number] = batch.version if batch else 0
-        return self._versions[number]
+    def _version_of(self, kind: type[Batch], number: int) -> int:
+        if (kind, number) not in self._versions:
+            found = self._files.read(kind, number)
+            self._versions[kind, number] = found.version if found else 0
+        return self._versions[kind, number]
 
     def keep(self, committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
-        """Asks for what is due now that so many steps are committed.
+        """Asks for what is due now that so many steps are committed, and finishes a refill that was cut off.
 
         Args:
             learned: what the choice of tasks has learned from the steps planned so far.
@@ -98,6 +100,11 @@ class Pace:
         Raises:
             OSError: the run directory does not answer; the next call goes on.
         """
+        if not self._refilled:
+            last = next(reversed(self._files.numbers(Refill)), None)
+            if last is not None and (refill := self._files.read(Refill, last)):
+                self._add_blocks(refill, f"refill.{last:06d}")  # adds nothing where they are there
+            self._refilled = True
         while self._added < min(committed + 1 + self.ahead, self._config.steps):
             if self._config.mode.bound == 0 and (late := self._late()):
                 say(late)
@@ -128,23 +135,18 @@ class Pace:
         """Asks for ``count`` further tasks of a step, no more than a batch has; tells whether any is left to ask for.
 
         Raises:
-            OSError: the run directory does not answer; the call may be repeated.
+            OSError: the run directory does not answer; the next :meth:`keep` goes on.
         """
         number = step * REFILLS + self.refills(step)
-        if not self._refilled and number % REFILLS:  # an earlier start may have died before it added the blocks
-            earlier = self._files.read(Refill, number - 1)
-            assert earlier is not None
-            self._add_blocks(earlier, f"refill.{number - 1:06d}")
-            self._refilled = True
-            return True
         tasks, version, state = self._choose(
             self._added, count, REFILLED + number * self._config.batch.tasks, learned, [3, number]
         )
-        self._refilled = True
         if not tasks:
             return False
         refill = Refill(batch=self._added, tasks=tasks, samples=self._samples, version=version, state=state)
+        self._refilled = False
         self._add_blocks(self._files.claim(number, refill), f"refill.{number:06d}")
+        self._refilled = True
         return True
 
     def batch(self, number: int) -> Batch | None:

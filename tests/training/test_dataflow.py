@@ -17,11 +17,13 @@ import pytest
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.ledger import read_blocks, write_blocks
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
+from megaflow_hpc.training.pace import REFILLED
 from megaflow_hpc.training.plan import Batch, Plan, Refill, TrainingFiles
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
@@ -222,6 +224,116 @@ def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tm
         rollout.task_id for block in read_blocks(run) for rollout in block.rollouts
     }
     assert len({rollout.group for rollout in plan.rollouts}) == 4
+
+
+def _groups(run: RunDir, first: int) -> list[str]:
+    """The groups of rounds from ``first`` on, in the order in which they were asked for."""
+    return list(dict.fromkeys(r.group_id for block in read_blocks(run) for r in block.rollouts if r.round >= first))
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("in_vain", [0, 1])
+def test_the_last_groups_asked_for_in_the_place_of_others_are_waited_for(
+    tmp_path: Path, mode: str, in_vain: int
+) -> None:
+    training = {"mode": mode, "batch": {"tasks": 2, "refill": 1}, "data": ["zero_variance"], "steps": 1}
+    run = training_run(tmp_path / "run", training, tasks=6, samples=2)
+    flat: list[str] = []
+    pods = Pods(run, lambda r: 1.0 if r.round < REFILLED or r.group_id in flat else alternating(r))
+    flow = Dataflow(run, say=lambda text: None)
+    flow._enter()
+    assert flow._try(1) is None
+    pods.work()
+    assert [flow._try(1) for _ in range(3)] == [None] * 3, "pods take longer than a look"
+    first, second = _groups(run, REFILLED)
+    flat += [first] * in_vain
+    pods.work(only=lambda r: r.group_id == first)
+    assert [flow._try(1) for _ in range(3)] == [None] * 3
+    pods.work()
+    plan = flow._try(1)
+    assert plan is not None
+    assert {rollout.group for rollout in plan.rollouts} == {first, second} - {*flat}
+    assert flow.files.numbers(Refill) == [1000], "as often as the campaign file says"
+    flow.leave()
+
+
+def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_weights_for(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 3}, "data": ["zero_variance"]}
+    run = training_run(tmp_path / "run", training, tasks=6, samples=2)
+
+    def serves(version: int) -> None:
+        here = Endpoint(server="default.0", policy="default", url="http://127.0.0.1:1/v1", weight_version=version)
+        EndpointFiles(run).publish(here)
+
+    serves(0)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow = Dataflow(run, say=lambda text: None)
+    flow._enter()
+    assert flow._try(1) is None
+    pods.work()
+    plan = flow._try(1)
+    assert plan is not None
+    step_through(flow, Step(flow, plan), START)
+    assert [flow._try(2) for _ in range(3)] == [None] * 3
+    assert (flow.files.numbers(Batch), flow.files.numbers(Refill)) == ([0], [])
+    serves(current(run, "default").version)
+    assert flow._try(2) is None
+    pods.work()
+    assert flow._try(2) is not None
+    assert (flow.files.numbers(Batch), flow.files.numbers(Refill)) == ([0, 1], [])
+    flow.leave()
+
+
+def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Path) -> None:
+    training = {"batch": {"tasks": 2, "refill": 5}, "data": ["zero_variance"], "steps": 6}
+    training["mode"] = {"kind": "bounded", "staleness": 1}
+    run = training_run(tmp_path / "run", training, tasks=9, samples=2)
+    pods = Pods(run, lambda r: 1.0 if r.round < 4 else alternating(r), lambda: current(run, "default").version)
+    flow = Dataflow(run, say=lambda text: None)
+    flow._enter()
+    assert flow._try(1) is None
+    pods.work()
+    assert flow._try(1) is None
+    slow = _groups(run, REFILLED)
+    assert len(slow) == 2
+    flow.add(["task-0", "task-1"], token="faster")
+    pods.work(only=lambda r: not (r.round >= REFILLED and r.sample_index))  # begun with the first version, not ended
+    plan = flow._try(1)
+    assert plan is not None
+    step_through(flow, Step(flow, plan), START)
+    pods.work(only=lambda r: r.round < REFILLED)
+    assert flow._try(2) is None, "another step, and it would be older than the bound"
+    pods.work()
+    last = flow._try(2)
+    assert last is not None
+    assert {rollout.group for rollout in last.rollouts} == {*slow}
+    assert max(last.staleness) == 1
+    flow.leave()
+
+
+def test_what_was_written_down_in_the_place_of_others_is_asked_for_once_the_disk_answers(tmp_path: Path) -> None:
+    training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 5}, "data": ["zero_variance"], "steps": 1}
+    run = training_run(tmp_path / "run", training, tasks=6, samples=2)
+    pods = Pods(run, lambda r: 1.0 if r.round < REFILLED else alternating(r))
+    flow = Dataflow(run, say=lambda text: None)
+    flow._enter()
+    assert flow._try(1) is None
+    pods.work()
+    add, flow._pace._add_blocks = flow._pace._add_blocks, _full  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"):
+            flow._try(1)
+    flow._pace._add_blocks = add  # type: ignore[method-assign]
+    assert flow._try(1) is None
+    assert len(_groups(run, REFILLED)) == 2
+    pods.work()
+    assert flow._try(1) is not None
+    assert flow.files.numbers(Refill) == [1000]
+    flow.leave()
+
+
+def _full(*_: object) -> None:
+    raise OSError("full")
 
 
 def _plans(flow: Dataflow) -> list[Plan]:
