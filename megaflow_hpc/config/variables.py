@@ -185,7 +185,7 @@ INTERNAL: Mapping[str, str] = {
     "ELASTIC": "env.sh → batch script: engine servers come and go",
     "SERVER": "batch script → rank: the engine server that it runs",
     "TRAINER_STORE": "batch script → processes of a trainer: where they meet",
-    "ASK_PODS": "batch script → trainer: what prints how many pods run or are queued",
+    "ASK_PODS": "batch script, local campaign → trainer: what prints how many pods run or are queued",
     "COMMAND": "sandbox → its processes: the command that they belong to",
     "CALL_S": "agent → its program: seconds that a model call may take",
     "INSTRUCTION_FILE": "agent → its program: the file with the task's instruction",

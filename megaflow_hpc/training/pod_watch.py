@@ -1,7 +1,8 @@
 """Whether anybody is left who could sample what a trainer waits for.
 
 A pod that lives renews its lease. Where none has done so for long, the site is asked whether pods run or are queued, by
-the command that the trainer's batch script names: a trainer itself does not speak to Slurm.
+the command that whoever started the trainer names: a trainer itself does not speak to Slurm. Where none is named, it
+waits on.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ANSWER_S = 120.0
 
 
 def ask_site() -> int | None:
-    """Returns how many pods run or are queued; 0 where no site is there to queue any, ``None`` where it cannot tell."""
+    """Returns how many pods run or are queued; ``None`` where nobody can tell, as for a trainer started by hand."""
     if not (command := os.environ.get(ASK, "")):
-        return 0
+        return None
     try:
         return int(subprocess.run(shlex.split(command), capture_output=True, timeout=ANSWER_S, check=True).stdout)
     except (OSError, ValueError, subprocess.SubprocessError):

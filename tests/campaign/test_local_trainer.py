@@ -81,6 +81,11 @@ def test_a_mistake_is_not_tried_again_and_an_end_that_leaves_the_campaign_open_i
     assert starts(run) == (1 if word == "failed" else 2)
 
 
+def test_it_is_told_that_no_pod_is_queued(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(run, monkeypatch, '$MEGAFLOW_ASK_PODS >"$run/asked"; exit 2')
+    assert (run.path / "asked").read_text() == "0\n"
+
+
 LEARNING = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml}

@@ -84,9 +84,21 @@ def test_the_site_is_asked_by_the_command_of_the_batch_script(
     assert pod_watch.ask_site() == found
 
 
+def test_where_nobody_says_how_to_ask_nobody_can_tell(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ASK, raising=False)
+    clock = Clock()
+    watch = PodWatch(run, clock=clock)
+    watch.begin()
+    for _ in range(200):
+        clock.now += LOOK_S
+        said = watch.look()
+    assert said == "no pod is there, and nobody can tell how many are queued"
+
+
 def test_a_starved_training_stays_open_and_goes_on_once_there_are_pods(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(ASK, "echo 0")
     monkeypatch.setattr(dataflow, "SAID_S", 0.0)
     monkeypatch.setattr(pod_watch, "LOOK_S", 0.0)
     monkeypatch.setattr(pod_watch, "GIVE_UP_S", 0.5)
