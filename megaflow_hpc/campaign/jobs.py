@@ -24,7 +24,7 @@ from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import gather_job, pod_jobs, pod_jobs_elsewhere, server_jobs, trainer_jobs
-from megaflow_hpc.slurm.ids import array_of, by_cluster, cluster_of, number, on, scancel
+from megaflow_hpc.slurm.ids import array_of, cluster_of, number, on, scancel
 
 GONE_S = 120.0
 MAX_DEPENDENCIES = 16
@@ -234,15 +234,16 @@ class Jobs(LiveJobs):
         """Releases this run's jobs that Slurm holds because their node could not launch them; says which.
 
         Returns:
-            Their ids.
-
-        Raises:
-            SiteError: Slurm refuses.
+            Their ids, without those that Slurm refuses to release.
         """
-        live = self.live(0) or {}
-        going = sorted(job for job, state in live.items() if state.unlaunched)
-        for cluster, own in by_cluster(going).items():
-            site.ask("scontrol", *on(cluster), "release", *own)
+        going: list[str] = []
+        for job, state in sorted((self.live(0) or {}).items()):
+            if state.unlaunched:
+                try:  # one by one: one that has just ended keeps back no other
+                    site.ask("scontrol", *on(cluster_of(job)), "release", number(job))
+                    going.append(job)
+                except SiteError as error:
+                    self.notices.append(f"{job}: not released: {error}")
         if going:
             shown = f"{', '.join(going[:3])}{', …' if len(going) > 3 else ''}"
             count = f"{len(going)} jobs that their nodes" if len(going) > 1 else "a job that its node"

@@ -11,16 +11,19 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.campaign import demand
+from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.cli import doctor
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import mpi
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import ServerGroup
+from megaflow_hpc.rundir.record import ServerGroup, read_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, reasons, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.efficiency import SETTLED_S, Use, efficiencies
 from megaflow_hpc.slurm.resources import Cap
+from tests.support.training import training_run
 
 CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions, site._sacctmgr)
 CONFIGURATION = """\
@@ -66,6 +69,21 @@ def prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Print]:
     yield make
     for asked in CACHED:
         asked.cache_clear()
+
+
+def test_a_job_that_cannot_be_released_keeps_back_no_other(prints: Print, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun"):
+        prints(name)
+    prints("squeue", "7_[0-2]|PENDING|N/A||launch failed requeued held\n")
+    prints("scontrol", status=1, said="Job has already finished for job 7_1\n", otherwise=("*7_[02]", ""))
+    run = training_run(tmp_path / "run", None)
+    record = read_run(run)
+    jobs = Jobs(run, record.config, record, Ledger(run))
+    jobs.arrays._record("7", "pods", 3)
+    assert jobs.release_unlaunched() == ["7_0", "7_2"]
+    refused, released = jobs.notices
+    assert refused == "7_1: not released: scontrol release 7_1: Job has already finished for job 7_1"
+    assert released == "released 2 jobs that their nodes could not launch: 7_0, 7_2"
 
 
 SQUEUE = """\
