@@ -127,7 +127,7 @@ class LiveJobs:
             training: The section ``training`` of the status.
         """
         running = [policy for policy, found in training.items() if found["trainer"]["state"] == "running"]
-        if not running or self.live_pods(max_age_s) != []:
+        if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # those by hand may be queued
             return []
         return [
             f"the trainer of {', '.join(running)} runs, and no pod runs or is queued that could sample for it; start "

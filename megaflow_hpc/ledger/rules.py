@@ -221,8 +221,8 @@ class Rules(Lease):
                 return self._hold((yield from self._again(block, epoch)))  # the answer to our claim had been lost
             else:
                 owners[block] = owner
-        if not (released_only or told):
-            self._unanswered.clear()
+        if not (released_only or told):  # what a cached listing does not show yet, a later one may
+            self._unanswered -= {(b, e) for b, e in self._unanswered if b in self._done or claimed.get(b, -1) >= e}
         gone = yield from self._look_after(set(owners.values()) - {me})
         for block, owner in _from(self._place, list(owners.items())):
             if owner in gone:

@@ -143,6 +143,7 @@ class MpiComm:
         parts = self._gathered.setdefault(rank, [])
         parts.append(message if isinstance(message, bytes) else self._pack(message))
         if len(parts[-1]) > PUSH_BYTES:
+            self._pack = packer()  # it keeps what its longest message took
             self.push()
 
     def push(self) -> None:

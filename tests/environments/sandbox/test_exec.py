@@ -8,12 +8,14 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.commands.streams import StreamPair
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.types import ExecResult
 from tests.support.sandboxes import runs
@@ -196,6 +198,58 @@ def test_streams_are_used_again_and_nothing_of_them_is_lost(in_any_sandbox: InSa
     shorts, longs, made = in_any_sandbox(use)
     assert (shorts, longs) == ({"short\n"}, {2000 * 41})
     assert made <= 6
+
+
+@pytest.mark.parametrize("holds", ["2>/dev/null", ">/dev/null", ""])
+def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whole(
+    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, holds: str
+) -> None:
+    """Of either stream, or of both, after its command has ended."""
+    seconds = f"{3000 + os.getpid()}.{len(holds)}"
+    renew = StreamPair.renew
+    gone: list[int] = []
+    running: list[Any] = []
+
+    def holders() -> list[int]:
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes() == f"sleep\0{seconds}\0".encode():
+                    found.append(int(pid))
+        return found
+
+    def kill() -> None:
+        for pid in holders():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def slowly(pair: StreamPair) -> None:
+        if running and all(command.pair is not pair for command in running[0]._commands.values()):
+            gone.extend(holders())
+            kill()
+            while holders():
+                time.sleep(0.001)
+        renew(pair)
+
+    monkeypatch.setattr(StreamPair, "renew", slowly)
+
+    async def use(sandbox: ApptainerSandbox) -> list[tuple[str, str]]:
+        assert sandbox._bundle.container
+        running.append(commands := sandbox._bundle.container.commands)
+        pairs = commands._pairs
+        await sandbox.exec("true")
+        for _ in range(100):
+            await sandbox.exec(f"sleep {seconds} {holds} &")  # a slow one is listened to before it has ended
+            await until_async(lambda: kill() or not pairs._left, "nobody holds a stream")
+            if gone:
+                break
+        assert len(pairs._free) == len(set(pairs._free)) == pairs._made
+        said = [await sandbox.exec(f"echo {number}; echo -{number} >&2") for number in range(2 * pairs._made)]
+        return [(one.stdout, one.stderr) for one in said]
+
+    said = in_sandbox(use)
+    assert gone, "a holder went in between"
+    assert said == [(f"{number}\n", f"-{number}\n") for number in range(len(said))]
 
 
 def test_commands_run_whatever_shell_the_image_has(in_sandbox: InSandbox) -> None:

@@ -260,11 +260,12 @@ class CommandDispatcher:
         except OSError:  # as many descriptors as this process may have; the command waits as long
             command.listening = loop.call_later(10 * _SHORT_S, self._listen, command)
             return
-        for stream, descriptor in enumerate(command.pair.descriptors):
-            if command.pair.held[stream]:
-                loop.add_reader(descriptor, self._read_output, command, stream)
-                if command.number not in self._commands:  # whoever held it may have gone before it was opened afresh
-                    self._read_output(command, stream)
+        held = [stream for stream in (0, 1) if command.pair.held[stream]]  # now: the pair may go on to another command
+        for stream in held:
+            loop.add_reader(command.pair.descriptors[stream], self._read_output, command, stream)
+        if command.number not in self._commands:  # whoever held it may have gone before it was opened afresh
+            for stream in held:
+                self._read_output(command, stream)
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
         """One read; ``True`` if there may be more. A stream that nobody holds any more gives its reader up."""
@@ -300,10 +301,9 @@ class CommandDispatcher:
         if not dead and command.worker.number != _SESSION:
             self.workers.give_back(command.worker)
         if not self._pairs.give_back(command.pair):  # somebody in the background holds them
+            self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
             if not listened:
                 self._listen(command)
-            if any(command.pair.held):
-                self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
         command.end(status)
 
     def _withdraw(self, command: RunningCommand) -> None:
