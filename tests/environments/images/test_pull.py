@@ -280,6 +280,7 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     assert read_layered(pulled(images, "team/user:1")).user == "12:34"
     notes = [line.partition("Dockerfile:")[2] for line in said if "other than in Docker" in line]
     assert notes == [
+        "3: other than in Docker: /tmp and /var/tmp are made for everybody to write to",
         "5: other than in Docker: a cache mount is empty in every step",
         "5: other than in Docker: a bind mount is a copy; what is written to it is lost, and does not fail",
     ]
