@@ -112,7 +112,7 @@ class Batch:
     elements: int
     wanted: Sequence[Wanted]
     targets: Sequence[str] = field(default=())
-    """File of each image as it is called while it is not there: two of one name are one image."""
+    """Of each image, as of :func:`asked_for`: two of one name are one image."""
 
     def write(self, environment: Sequence[str]) -> None:
         """Makes the directory; the store's ``work`` is there."""
@@ -213,6 +213,27 @@ def wanted_by_name(source: str, mapping: dict[str, str], images: Images, network
         registries.air_gapped,
     )
     return Wanted(source, recipe, dockerfile=str(Path(source).absolute()) if dockerfile else "")
+
+
+class _Nothing(ImageStore):
+    """A store as if it had no image."""
+
+    def find(self, key: str) -> Path | None:
+        return None
+
+
+def asked_for(wanted: Wanted, images: Images) -> str:
+    """Returns what is asked for as one name: a digest of contents and sources.
+
+    It stays the same when what an image starts from is fetched or built meanwhile, which the image's key in the store
+    does not.
+
+    Args:
+        images: The store, and the Dockerfiles as they were read.
+    """
+    lacking = Images(_Nothing(images.store.root), Registries({}))
+    lacking.dockerfiles = images.dockerfiles
+    return lacking.resolve_request(wanted.request, wanted.recipe.image_mapping(), build=False).name
 
 
 def is_dockerfile(source: str) -> bool:

@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaflow_hpc.campaign.image_batch import Batch, Recipe, Result, Wanted
+from megaflow_hpc.campaign.image_batch import Batch, Recipe, Result, Wanted, asked_for
 from megaflow_hpc.campaign.job_environment import site_environment
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.slurm import SlurmConfig
-from megaflow_hpc.environments.builds.forecast import forecaster
+from megaflow_hpc.environments.builds.forecast import foretell
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.room import VARIABLE
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.errors import MegaflowError, SiteError
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import accounting, limits, site
@@ -90,12 +90,13 @@ class ImageJobs:
         wanted = list({(one.name, id(one.recipe)): one for one in wanted}.values())
         outcomes: dict[int, Outcome] = {}
         lacking: dict[int, str] = {}
-        looks: dict[int, Images] = {}
+        stores: dict[int, Images] = {}
         for number, one in enumerate(wanted):
-            if id(one.recipe) not in looks:
-                looks[id(one.recipe)] = one.recipe.images(self._store, builds=False)
-                looks[id(one.recipe)].say = self._say
-            images = looks[id(one.recipe)]
+            if id(one.recipe) not in stores:
+                stores[id(one.recipe)] = one.recipe.images(self._store, builds=False)
+                stores[id(one.recipe)].say = self._say
+                stores[id(one.recipe)].looks = None  # where jobs fetch, registries may be out of reach from here
+            images = stores[id(one.recipe)]
             try:
                 file, fetched = self._look(images, one)
             except SiteError as error:
@@ -104,11 +105,13 @@ class ImageJobs:
             if file.exists():
                 outcomes[number] = Outcome(one.name, "fetched" if fetched else "there", str(file))
             else:
-                lacking[number] = str(file)
+                lacking[number] = asked_for(one, images)
         self._say(f"images: {len(wanted)}, to be built: {len(lacking)}")
         failed = {number for number, outcome in outcomes.items() if outcome.state == "failed"}
         if lacking:
-            self._foretell([one for number, one in enumerate(wanted) if number not in failed], looks)
+            rest = [one for number, one in enumerate(wanted) if number not in failed]
+            first = stores[id(rest[0].recipe)]
+            foretell(first, ((one.request, one.recipe.image_mapping(), one.recipe.network) for one in rest))
             outcomes |= self._by_jobs(wanted, lacking, detach)
         return [outcomes[number] for number in range(len(wanted))]
 
@@ -127,15 +130,6 @@ class ImageJobs:
 
     def _fetched_here(self, wanted: Wanted, name: str) -> bool:
         return self._slurm.builds.fetch == "here" and is_remote(match_name(name, wanted.recipe.mapping) or "")
-
-    def _foretell(self, wanted: Sequence[Wanted], looks: dict[int, Images]) -> None:
-        """Says what the images will take of store and nodes."""
-        counting = forecaster(looks[id(wanted[0].recipe)])
-        with suppress(MegaflowError):  # the job will say it
-            for one in wanted:
-                counting.add([one.request], one.recipe.image_mapping(), one.recipe.network)
-            for line in counting.forecast.lines():
-                self._say(line)
 
     # --- by jobs ---
 

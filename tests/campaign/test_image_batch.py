@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.campaign.image_batch import Batch, Recipe, Wanted
+from megaflow_hpc.campaign.image_batch import Batch, Recipe, Wanted, asked_for
 from megaflow_hpc.cli import main
 from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
+from megaflow_hpc.environments.images.resolve import source_key
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm.script import images_job, script
@@ -38,6 +40,20 @@ def test_shares_are_all_of_it_and_none_twice(tmp_path: Path) -> None:
         assert [number for share in shares for number in share] == list(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         assert all(number in shares[batch.element_of(number)] for number in range(count))
+
+
+def test_what_is_asked_for_keeps_its_name_when_its_base_is_fetched(tmp_path: Path, base_sif: Path) -> None:
+    """By that name who asks again finds the job that has fetched the base and builds on."""
+    remote = "docker://lab.org/base:1"
+    one = make_batch(tmp_path, remote, 1, 1).wanted[0]
+    store, request, mapping = ImageStore(tmp_path / "store"), one.request, one.recipe.image_mapping()
+    images = one.recipe.images(store, builds=False)
+    before, key = asked_for(one, images), images.resolve_request(request, mapping, build=False)
+    store.make(source_key(remote), remote, lambda target: shutil.copyfile(base_sif, target) and None)
+    assert images.resolve_request(request, mapping, build=False) != key  # which cannot be told apart by that
+    assert asked_for(one, images) == before
+    (tmp_path / "task0" / "file").write_text("another\n")
+    assert asked_for(one, one.recipe.images(store, builds=False)) != before
 
 
 def test_an_element_builds_its_share_and_says_what_failed(tmp_path: Path, busybox_rootfs: str) -> None:

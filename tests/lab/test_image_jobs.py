@@ -65,7 +65,7 @@ def test_an_image_that_fails_fails_alone_and_what_is_built_stays(
     }
     assert "if nodes have no way out, set slurm.builds.fetch: here" in images[nowhere]["error"]
     assert "to fetch" not in done.stderr
-    assert re.search(r"layers: \d+ to be made, 1 to be fetched\nstore: at least .*\nnode: at least .*", done.stderr)
+    assert re.search(r"layers: \d+ to be made, 0 to be fetched\nstore: at least .*\nnode: at least .*", done.stderr)
     assert "never to be built" in images[bad]["error"]
     assert "images: 7, elements: 2" in done.stderr
     assert {image["file"] for image in images.values()} - {""} == {image.path for image in ImageStore(store).images()}
@@ -89,13 +89,24 @@ def test_who_asks_again_waits_for_the_same_job_and_an_interrupted_wait_cancels_i
     second = build(store, busybox_rootfs, slow, "--detach")
     assert f"job {jobs[0]} builds 1 of them already" in second.stderr
     assert queued() == jobs
-    subprocess.run(["scancel", *jobs], check=True)
+    command = [sys.executable, "-m", "megaflow_hpc", "images", "build", slow, "--slurm", "--store", str(store)]
+    command += ["--map", f"base={busybox_rootfs}", "--sbatch", "mem=900"]
+    said_by_third = tmp_path / "third"
+    with open(said_by_third, "w") as file:
+        third = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        until(lambda: f"job {jobs[0]} builds 1 of them already" in said_by_third.read_text(), "it waits for the job")
+        until(lambda: list(store.glob("work/batch-*/logs/images-*.log")), "the job runs")
+        subprocess.run(["scancel", *jobs], check=True)
+        image = json.loads(third.communicate(timeout=120)[0])["images"][slow]
+    finally:
+        third.kill()
+    assert (third.returncode, image["state"]) == (1, "failed")
+    assert "ended as CANCELLED on cpu" in image["error"]
+    assert f"{store}/work/batch-" in image["error"]
     until(lambda: not queued(), "the job is gone")
 
-    command = [sys.executable, "-m", "megaflow_hpc", "images", "build", slow, "--slurm", "--store", str(store)]
-    waiting = subprocess.Popen(
-        [*command, "--map", f"base={busybox_rootfs}", "--sbatch", "mem=900"], stderr=subprocess.PIPE, text=True
-    )
+    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         until(lambda: len(queued()) == 1, "the job is queued")
         waiting.send_signal(signal.SIGINT)
@@ -137,6 +148,7 @@ def test_a_preempted_element_goes_on_and_one_at_its_walltime_fails_its_own_image
     assert waiting.returncode == 1
     assert (images[whole]["state"], images[cut]["state"]) == ("built", "failed")
     assert "ended as TIMEOUT on cpu" in images[cut]["error"]
+    assert f"{tmp_path}/store/work/batch-" in images[cut]["error"]
     log = (store / "work").glob("batch-*/logs/images-*_0.log")
     assert sum(text.count(":2: RUN") + text.count(":3: COPY") for text in map(Path.read_text, log)) <= 2
     assert made <= {path.name for path in (store / "layers").glob("*.json")}

@@ -156,8 +156,10 @@ def _forecast(arguments: argparse.Namespace) -> int:
     """Says what a build would take; makes nothing."""
     from megaflow_hpc.environments.builds import forecast
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.pull import Looks
 
     images = open_images(arguments)
+    images.looks = Looks(quick=False)
     forecaster = forecast.forecaster(images)
     campaigns, dockerfiles, others = _kinds(arguments.source)
     for source in campaigns:

@@ -21,7 +21,6 @@ from megaflow_hpc.environments.images.image_file import ImageFiles
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
-from megaflow_hpc.environments.images.pull import look
 from megaflow_hpc.environments.images.resolve import Images, is_built
 from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.errors import MegaflowError
@@ -68,7 +67,7 @@ class Forecaster:
     """Adds up what images take.
 
     Args:
-        images: the store, and whether a registry may be asked.
+        images: the store, and who asks registries.
         staged: names of the copies that the node has; what they hold is not counted.
     """
 
@@ -117,7 +116,8 @@ class Forecaster:
         unknown = LayeredImage(Base(str(path), path.stem))
         if source in self._seen:
             return unknown
-        if remote := look(self._images.registries, source):
+        looks = self._images.looks
+        if remote := looks and looks.look(self._images.registries, source):
             self._gained("document", source, 0, 3)
             layers = []
             for layer in remote.layers:
@@ -196,21 +196,26 @@ def forecaster(images: Images) -> Forecaster:
     return Forecaster(images, [str(row["name"]) for row in ImageCache(cache, "").list()] if cache.is_dir() else [])
 
 
-def foretelling(images: Images, network: str | None) -> Callable[[Sequence[ImageRequest], ImageMapping], None]:
-    """Returns what has ``images.say`` told what the making of images will take.
+def foretell(images: Images, wanted: Iterable[tuple[ImageRequest, ImageMapping, str | None]]) -> None:
+    """Has ``images.say`` told what the making of images will take, as far as it can be known: it ends nothing.
 
     Args:
-        network: of the steps of Dockerfiles.
+        wanted: each with its mapping, and the network of the steps of its Dockerfile.
     """
-
-    def foretell(requests: Sequence[ImageRequest], mapping: ImageMapping) -> None:
+    with suppress(MegaflowError, OSError):
         counting = forecaster(images)
-        with suppress(MegaflowError):  # who makes them will hear of it
-            counting.add(requests, mapping, network)
-            for line in counting.forecast.lines():
-                images.say(line)
+        for request, mapping, network in wanted:
+            try:
+                counting.add([request], mapping, network)
+            except (MegaflowError, OSError):  # who makes it will hear of it
+                counting.forecast.unknown.append(request.name)
+        for line in counting.forecast.lines():
+            images.say(line)
 
-    return foretell
+
+def foretelling(images: Images, network: str | None) -> Callable[[Sequence[ImageRequest], ImageMapping], None]:
+    """Returns what calls :func:`foretell` for images of one mapping, whose steps have ``network``."""
+    return lambda requests, mapping: foretell(images, [(request, mapping, network) for request in requests])
 
 
 def _size(count: int) -> str:

@@ -5,6 +5,7 @@ What a registry has without layers, as ``oras://`` and ``library://``, Apptainer
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -18,7 +19,9 @@ from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
+from megaflow_hpc.environments.images.registry.client import NoAnswer
 from megaflow_hpc.environments.images.registry.image import RemoteImage, describe, fetch
+from megaflow_hpc.environments.images.registry.reference import Reference
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
@@ -26,6 +29,8 @@ SPARE = 1 << 30
 """Bytes that a pull leaves free."""
 EVERY_S = 2.0
 """Between two lines of progress."""
+LOOKS_S = 10.0
+"""After so long with registries nobody is asked any more about what is only to be told."""
 
 Say = Callable[[str], None]
 
@@ -65,13 +70,40 @@ def pull(
     return None
 
 
-def look(registries: Registries, source: str) -> RemoteImage | None:
-    """Returns what a pull would bring; ``None`` where that is not known: no registry says, or it has no layers."""
-    if registries.air_gapped or not source.startswith("docker://"):
-        return None
-    try:
-        return describe(registries.reference(source))
-    except SiteError:
+class Looks:
+    """Asks registries what pulls would bring: of each image once, and none again that did not answer.
+
+    Args:
+        quick: The answer is a courtesy: each registry has one try and a few seconds, all together :data:`LOOKS_S`.
+    """
+
+    def __init__(self, quick: bool = True) -> None:
+        self._quick = quick
+        self._left_s = LOOKS_S if quick else math.inf
+        self._found: dict[Reference, RemoteImage | None] = {}
+        self._silent: set[str] = set()
+        """Registries that did not answer."""
+
+    def look(self, registries: Registries, source: str) -> RemoteImage | None:
+        """Returns what a pull would bring; ``None`` where that is not known: no registry says, or it has no layers."""
+        if registries.air_gapped or not source.startswith("docker://"):
+            return None
+        reference = registries.reference(source)
+        if reference not in self._found:
+            if reference.host in self._silent or self._left_s <= 0:
+                return None
+            began = time.monotonic()
+            self._found[reference] = self._ask(reference)
+            self._left_s -= time.monotonic() - began
+        return self._found[reference]
+
+    def _ask(self, reference: Reference) -> RemoteImage | None:
+        try:
+            return describe(reference, self._quick)
+        except NoAnswer:
+            self._silent.add(reference.host)
+        except SiteError:
+            pass
         return None
 
 

@@ -21,7 +21,7 @@ from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.making import Making, Watch, make_all
 from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
-from megaflow_hpc.environments.images.pull import pull
+from megaflow_hpc.environments.images.pull import Looks, pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
@@ -88,6 +88,8 @@ class Images:
         """Gets how far :meth:`resolve_all` is, some times a second."""
         self.foretell: Callable[[Sequence[ImageRequest], ImageMapping], None] = lambda requests, mapping: None
         """Gets all that :meth:`resolve_all` is asked for before anything of it is made."""
+        self.looks: Looks | None = Looks()
+        """Asks registries what forecasts say; ``None``: nobody is asked."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()

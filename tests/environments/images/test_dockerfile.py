@@ -605,6 +605,7 @@ def test_a_default_that_a_base_image_might_know_better_is_told(small_rootfs: str
     images, said = Images(ImageStore(tmp_path / "store"), builder=Builder()), list[str]()
     images.say = said.append
     text = "FROM base\nARG OURS\nENV MADE=${OURS:-1} OPEN=${THEIRS-2}\nWORKDIR /${MADE:-x}\nRUN echo ${SHELLS:-own}\n"
+    text += "ENV QUOTED='${A:-x}' ESCAPED=\\${B:-x}\n"  # here is no variable
     dockerfile = parse(tmp_path, text)
     assert [name for _, name in dockerfile.unset] == ["OURS", "THEIRS"]
     images.resolve_dockerfile(dockerfile, ImageMapping({"base": small_rootfs}, tmp_path))

@@ -15,14 +15,19 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.builds.builder import Builder
+from megaflow_hpc.environments.builds.forecast import forecaster, foretell, foretelling
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.making import Making, at_once, make_all
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+from megaflow_hpc.environments.images.pull import Looks
+from megaflow_hpc.environments.images.registries import Registries
+from megaflow_hpc.environments.images.registry import client
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from tests.support.places import ROOT
-from tests.support.registries import Registry, layer, noise
+from tests.support.registries import Front, Registry, layer, noise
 from tests.support.small_images import SmallImages
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -160,6 +165,66 @@ def test_what_a_registry_would_send_is_said_before(verb: Verb, registry: Registr
     words = ("docker://lab.org/forecast:1", "--mirror", f"lab.org=http://{registry.address}", "--dry-run", "--json")
     told = json.loads(verb("build", *words)[1])
     assert (told["to_make"], told["layers_fetched"], told["store_bytes"]) == (1, 2, sum(len(x.blob) for x in layers))
+
+
+def test_before_a_build_each_image_is_looked_up_once_and_a_registry_that_is_silent_too(
+    registry: Registry, between: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.push("looked-up", "1", [layer({"own": b"own"})])
+    requests = dockerfiles(tmp_path / "context", *(f"FROM a\nCOPY file /{name}\n" for name in "abc"))
+    requests += [ImageRequest("b"), ImageRequest("c")]
+    names = {name: f"docker://lab.org/looked-up:{number}" for number, name in enumerate("abc", 1)}
+    images, said = (
+        Images(ImageStore(tmp_path / "store"), Registries({"lab.org": f"http://{between.address}"})),
+        list[str](),
+    )
+    images.say = said.append
+    mapping = ImageMapping(names, tmp_path)
+    foretell(images, [(request, mapping, None) for request in requests])
+    asked = [path for path, _ in between.asked]
+    assert len(asked) == len(set(asked)) == 4  # of the first its manifest and configuration, too
+    assert said[0] == "layers: 3 to be made, 1 to be fetched"
+    assert said[1].startswith("store: at least ")
+
+    between.asked.clear()
+    monkeypatch.setattr(client, "QUICK_S", 0.3)
+    released = threading.Event()
+    between.rules = {"": lambda _: released.wait(60)}
+    images.looks = Looks()
+    foretell(images, [(request, mapping, None) for request in requests])
+    released.set()
+    assert len(between.asked) == 1
+    assert said[3] == "layers: 3 to be made, 0 to be fetched"
+
+    between.asked.clear()
+    images.looks = None
+    foretell(images, [(request, mapping, None) for request in requests])
+    assert between.asked == []
+    assert said[6:] == said[3:6]
+
+
+def test_what_cannot_be_foretold_silences_nothing_else_and_ends_nothing(
+    small_images: SmallImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base,) = small_images.fill(ImageStore(tmp_path / "store"), 1)
+    requests = dockerfiles(
+        tmp_path / "context", "FROM gone\n", "FROM base\nCOPY file /a\n", "FROM base\nCOPY file /b\n"
+    )
+    images, said = Images(ImageStore(tmp_path / "store"), builder=Builder()), list[str]()
+    images.say, images.foretell = said.append, foretelling(images, None)
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
+    mapping = ImageMapping({"base": base}, tmp_path)
+    assert list(images.resolve_all(requests[:2], mapping, failures={})) == ["image 1"]
+    assert said[0] == "layers: 1 to be made, 0 to be fetched"
+    assert said[1].startswith("store: at least ")
+    images.builder = Builder()
+    said.clear()
+    cache = default_scratch() / "cache"
+    cache.mkdir(exist_ok=True)
+    (cache / "images").write_text("")  # it cannot be listed
+    with pytest.raises(OSError, match="images"):
+        forecaster(images)
+    assert list(images.resolve_all(requests[2:], mapping)) == ["image 2"]
 
 
 @pytest.fixture

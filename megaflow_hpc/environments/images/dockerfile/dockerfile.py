@@ -38,8 +38,9 @@ class Dockerfile:
         reader.read()
         self.stages = reader.stages
         self.ignored = reader.ignored
-        self.unset = reader.unset
         """Line, instruction and reason of what has no meaning in a sandbox."""
+        self.unset = reader.unset
+        """Line and name of each variable with a default that the file does not set, and a base image might."""
 
     @classmethod
     def read(cls, path: Path, context: Path | None = None, build_args: Mapping[str, str] | None = None) -> Dockerfile:

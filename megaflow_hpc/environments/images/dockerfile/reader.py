@@ -66,9 +66,6 @@ _WITHOUT_ARG = frozenset((*_PROXIES, *(name.lower() for name in _PROXIES)))
 """Arguments that a build takes without an ``ARG``."""
 
 
-_DEFAULTED = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*):?[-+]")
-
-
 class Reader:
     """Reads a file's instructions one by one into ``stages``.
 
@@ -86,6 +83,8 @@ class Reader:
         self.unset: list[tuple[int, str]] = []
         """Line and name of each variable with a default that the file does not set, and a base image might."""
         self._global_args: dict[str, Text] = {}
+        self._defaulted: list[str] = []
+        """Such variables of the instruction that is being read."""
         self._stage: Stage | None = None
         self._line = 1
 
@@ -112,11 +111,10 @@ class Reader:
         handler = getattr(self, f"_take_{name.lower()}", None)
         if handler is None:
             raise WordError(f"{name} is not supported; build the image elsewhere and name it as docker_image")
-        if self._stage is not None and name not in ("RUN", "FROM", "SHELL"):
-            scope = self._scope()
-            asked = dict.fromkeys(_DEFAULTED.findall(" ".join([*found.flags, *found.args])))
-            self.unset += [(self._line, variable) for variable in asked if variable not in scope]
+        self._defaulted = []
         handler(found)
+        if self._stage is not None:  # before, there is no base image that might know better
+            self.unset += [(self._line, variable) for variable in dict.fromkeys(self._defaulted)]
 
     # --- what holds from here on --------------------------------------------------------------------------------
 
@@ -155,9 +153,8 @@ class Reader:
 
     def _take_arg(self, found: DockerfileInstruction) -> None:
         given = self._build_args
-        scope = self._scope()
         parts = [word.partition("=") for word in found.args]
-        defaults = [(literal(expand(name, scope)), expand(text, scope) if sign else None) for name, sign, text in parts]
+        defaults = [(self._text(name), self._expand(text) if sign else None) for name, sign, text in parts]
         for name, default in defaults:
             text: Text | None = [given[name]] if name in given else default
             if text is None:
@@ -173,13 +170,10 @@ class Reader:
 
     def _take_env(self, found: DockerfileInstruction) -> None:
         stage = self._now()
-        scope = self._scope()
         if not found.args:
             raise WordError("ENV without a variable; write ENV NAME=VALUE")
         names, values = found.args[::3], found.args[1::3]  # the third of each three is the sign between them
-        pairs = [
-            (literal(expand(name, scope)), expand(value, scope)) for name, value in zip(names, values, strict=True)
-        ]
+        pairs = [(self._text(name), self._expand(value)) for name, value in zip(names, values, strict=True)]
         # In one line of shell: what a value names is what it was before the instruction.
         stage.steps.append(Env("export " + " ".join(f"{name}={shell_word(text)}" for name, text in pairs)))
         for name, text in pairs:
@@ -228,7 +222,7 @@ class Reader:
         stage.steps.append(Run(argv, stage.workdir or ".", stage.user, known, self._line, mounts))
 
     def _mount(self, text: str) -> Mount | None:
-        fields = dict(part.partition("=")[::2] for part in literal(expand(text, self._scope())).split(","))
+        fields = dict(part.partition("=")[::2] for part in self._text(text).split(","))
         kind = fields.get("type", "bind")
         if kind in ("secret", "ssh"):
             if fields.get("required", "false") not in ("", "true"):
@@ -256,9 +250,8 @@ class Reader:
         self._place(found, ("chown", "chmod", "link", "exclude"))
 
     def _place(self, found: DockerfileInstruction, allowed: tuple[str, ...]) -> None:
-        name, scope = found.name, self._scope()
-        options = _options(found, allowed)
-        words = [literal(expand(word, scope)) for word in found.args]
+        name, options = found.name, _options(found, allowed)
+        words = [self._text(word) for word in found.args]
         *sources, target = words or [""]
         if not sources:
             raise WordError(f"{name} {_value(found)!r}; write {name} SOURCE… TARGET")
@@ -273,7 +266,7 @@ class Reader:
             for each in (each for each in found.heredocs if each.name in named):
                 if not re.fullmatch(r"[\w+-][\w.+-]*", each.name):
                     raise WordError(f"{name} <<{each.name}: it names the file; write letters, digits and _.+-")
-                text = expand(each.content, scope, quotes=False) if each.expand else [each.content]
+                text = self._expand(each.content, quotes=False) if each.expand else [each.content]
                 texts[each.name] = literal(text)
         for source in sources:
             if re.match(r"[a-z+]+://|git@", source):
@@ -281,7 +274,7 @@ class Reader:
                     f"{name} {source}: addresses are not supported; download it into the context and COPY it"
                 )
         for option in ("chown", "chmod", "from"):
-            options[option] = [literal(expand(value, scope)) for value in options.get(option, [])]
+            options[option] = [self._text(value) for value in options.get(option, [])]
         if "parents" in options and (options["from"] or any(re.search(r"\*\*|[^/]/\./", source) for source in sources)):
             raise WordError("--parents with **, with /./ or from another stage is not supported; name the directories")
         full = posixpath.join(self._now().workdir or ".", target)
@@ -317,8 +310,11 @@ class Reader:
             return self._global_args
         return ChainMap(self._stage.args, self._stage.variables)
 
+    def _expand(self, value: str, quotes: bool = True) -> Text:
+        return expand(value, self._scope(), quotes=quotes, defaulted=self._defaulted)
+
     def _text(self, value: str) -> str:
-        return literal(expand(value, self._scope()))
+        return literal(self._expand(value))
 
 
 def _options(found: DockerfileInstruction, allowed: tuple[str, ...]) -> dict[str, list[str]]:

@@ -58,9 +58,13 @@ def shell_word(text: Text) -> str:
     )
 
 
-def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True) -> Text:
-    """``text`` with its variables replaced, its escapes and, with ``quotes``, its quotes removed."""
-    words = _scan(text, scope, quotes=quotes, split=False)
+def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True, defaulted: list[str] | None = None) -> Text:
+    """``text`` with its variables replaced, its escapes and, with ``quotes``, its quotes removed.
+
+    Args:
+        defaulted: Gets the names of variables that ``scope`` lacks and for which a default or a substitute is written.
+    """
+    words = _scan(text, scope, quotes=quotes, split=False, defaulted=defaulted)
     return words[0] if words else []
 
 
@@ -69,7 +73,9 @@ def words(text: str, scope: Mapping[str, Text]) -> list[Text]:
     return _scan(text, scope, quotes=True, split=True)
 
 
-def _scan(text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool) -> list[Text]:
+def _scan(
+    text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool, defaulted: list[str] | None = None
+) -> list[Text]:
     found: list[list[str | Reference]] = []
     current: list[str | Reference] | None = None if split else []
     quote = ""
@@ -97,7 +103,7 @@ def _scan(text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool) ->
             quote = "" if quote else character
             position += 1
         elif character == "$" and quote != "'":
-            value, position = _variable(text, position, scope)
+            value, position = _variable(text, position, scope, defaulted)
             current += value
         else:
             current.append(character)
@@ -109,7 +115,7 @@ def _scan(text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool) ->
     return [_join(word) for word in found]
 
 
-def _variable(text: str, start: int, scope: Mapping[str, Text]) -> tuple[Text, int]:
+def _variable(text: str, start: int, scope: Mapping[str, Text], defaulted: list[str] | None) -> tuple[Text, int]:
     """The value of the variable at ``start`` and the position behind it."""
     plain = _NAME.match(text, start + 1)
     if plain:
@@ -131,7 +137,9 @@ def _variable(text: str, start: int, scope: Mapping[str, Text]) -> tuple[Text, i
     is_set = value is not None and (not operator[0].startswith(":") or bool(value))
     if value is None and name[0] in FROM_BASE:
         raise WordError(f"{text[start : end + 1]!r}: only the base image knows {name[0]}; write ${{{name[0]}}}")
-    other = expand(rest[operator.end() :], scope)
+    if value is None and defaulted is not None:
+        defaulted.append(name[0])
+    other = expand(rest[operator.end() :], scope, defaulted=defaulted)
     if operator[0].endswith("-"):
         return (value or []) if is_set else other, end + 1
     return other if is_set else [], end + 1
