@@ -18,6 +18,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache.shelf import Room
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import ConfigError, SandboxError
@@ -352,3 +353,14 @@ def test_what_another_rank_wants_next_is_not_removed_for_what_is_staged_ahead(
     other.wait()
     assert cache.prefetch(images[3:], "sif") == 2  # the wishes of the dead count for nothing
     assert here(cache, images) == [3, 4]
+
+
+def test_room_is_told_while_another_process_writes_how_much_it_takes(tmp_path: Path) -> None:
+    """Who reserves creates the file of its mark before it fills it, and who asks for room waits for nobody."""
+    cache = ImageCache(tmp_path / "cache", "apptainer", budget_bytes=10**9, budget_inodes=10**6)
+    whole = cache.room()
+    assert cache._shelf.reserve({"a": Room(1000, 10)}, ahead=False)
+    assert cache.room() == whole - Room(1000, 10)
+    (mark,) = (tmp_path / "cache" / "reserved").iterdir()
+    mark.write_text("")
+    assert cache.room() == whole

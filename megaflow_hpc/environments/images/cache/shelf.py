@@ -193,8 +193,9 @@ class Shelf:
             if not alive(mark.rpartition(".")[2]):
                 path.unlink(missing_ok=True)
                 continue
-            with suppress(OSError, ValueError):
-                total += Room(*map(int, path.read_text().split()))
+            with suppress(OSError, ValueError):  # gone, or not filled yet: who only looks takes no lock
+                bytes_, inodes = map(int, path.read_text().split())
+                total += Room(bytes_, inodes)
         return total
 
     # --- what will be wanted ------------------------------------------------------------------------------------
