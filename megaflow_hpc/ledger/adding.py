@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -54,7 +53,7 @@ def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[
         first = int(said["first"]) - len(placed)
         for number in range(len(placed), len(ends) - 1):
             part = rollouts[ends[number] : ends[number + 1]]
-            content = {"rollouts": [asdict(rollout) for rollout in part], "added": [token, number]}
+            content = {"rollouts": [rollout.to_dict() for rollout in part], "added": [token, number]}
             if not (yield from _place(first + number, content, f"{private}.{number}.{turn}")):
                 break
             placed.append(first + number)
@@ -66,7 +65,7 @@ def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[
 
 def digest(rollouts: Sequence[Rollout]) -> str:
     """Tells lists of rollouts apart."""
-    return hashlib.sha256(json.dumps([asdict(rollout) for rollout in rollouts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([rollout.to_dict() for rollout in rollouts]).encode()).hexdigest()[:16]
 
 
 def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Steps[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from megaflow_hpc.errors import LedgerError
@@ -118,7 +118,7 @@ def write_blocks(
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
     for block in split(rollouts, pods, size, expected_s, whole):
-        content = {"rollouts": [asdict(rollout) for rollout in block]}
+        content = {"rollouts": [rollout.to_dict() for rollout in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # somebody else is adding blocks as well
         written.append(number)

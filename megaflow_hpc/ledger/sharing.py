@@ -8,7 +8,6 @@ takes that block over. A request is an empty file whose name says all: ``<pod>.<
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from megaflow_hpc.ledger.calls import Link, Names, Read, Remove, Steps, Touch
@@ -42,7 +41,7 @@ class Sharing:
     def hand_off(self, block: int, epoch: int, rollouts: Sequence[Rollout], token: str) -> Steps[None]:
         """Makes a block of rollouts of a held one; a repeated call with the same token is the same hand-off."""
         number = max([FIRST_HANDED_OFF - 1, *block_numbers((yield Names(TASKS)))]) + 1
-        content = {"from": [block, epoch], "rollouts": [asdict(rollout) for rollout in rollouts]}
+        content = {"from": [block, epoch], "rollouts": [rollout.to_dict() for rollout in rollouts]}
         while not (yield Link(task_path(number), content, f"{self._name}.{token}")):
             number += 1
         self._given[block] = self.given(block) + 1
