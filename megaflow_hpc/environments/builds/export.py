@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, last_line
+
+SETTINGS = ".singularity.d/env/92-megaflow{}.sh"
+"""Where Apptainer reads an image's variables, after those that its base sets (90-environment.sh)."""
 
 _SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
 
@@ -32,7 +36,8 @@ async def write_sif(workshop: Workshop, image: LayeredImage, target: Path) -> No
         raise SiteError("mksquashfs: not on PATH, which images are packed with; install squashfs-tools")
     await workshop.open()
     squashfs, labels = workshop.place("squashfs"), workshop.place("labels")
-    async with workshop.merged(image) as (prefix, root):
+    top = [await _settings(workshop, image)] if image.settings else []
+    async with workshop.merged(image, top) as (prefix, root):
         await run_tree(prefix, "pack", root, str(squashfs))
     labels.mkdir()
     document = labels / "inspect-metadata.json"
@@ -44,6 +49,21 @@ async def write_sif(workshop: Workshop, image: LayeredImage, target: Path) -> No
     kind = ["--datatype", "4", "--partfs", "1", "--parttype", "2", "--partarch", architecture]
     await _run([*add, *kind, str(target), str(squashfs)])
     await _run([*add, "--datatype", "6", "--filename", document.name, str(target), str(document)])
+
+
+async def _settings(workshop: Workshop, image: LayeredImage) -> Path:
+    """A tree in which Apptainer finds the variables of an image; a base that was written so before has others."""
+    trees = await workshop.trees(image)
+    top, name, number = workshop.place("settings"), SETTINGS.format(""), 0
+    while any(os.path.lexists(tree / name) for tree in trees):
+        number += 1
+        name = SETTINGS.format(f"{number:03}")
+    file = top / name
+    file.parent.mkdir(parents=True)
+    file.write_text(f"#!/bin/sh\n{image.settings}", encoding="utf-8", errors="surrogateescape")
+    for path in (top, file.parent.parent, file.parent, file):
+        path.chmod(0o755)
+    return top
 
 
 async def _run(argv: Sequence[str]) -> None:

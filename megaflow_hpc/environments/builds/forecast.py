@@ -21,6 +21,7 @@ from megaflow_hpc.environments.images.image_file import ImageFiles
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
+from megaflow_hpc.environments.images.pull import as_image
 from megaflow_hpc.environments.images.resolve import Images, is_built
 from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.errors import MegaflowError
@@ -125,7 +126,7 @@ class Forecaster:
                 if known is None and self._gained("layer", layer.digest, layer.bytes, 2):
                     self.forecast.layers_fetched += 1
                 layers.append(known or LayerFacts(layer.digest, layer.bytes, layer.bytes, 1))
-            return LayeredImage(None, tuple(layers), "", remote.workdir or None)
+            return as_image(remote, layers)
         self._seen.add(source)
         self.forecast.unknown.append(source)
         return unknown
@@ -147,12 +148,7 @@ class Forecaster:
                 layer = made[0] if made else self._made(dockerfile, step, key)
                 image = image.over([layer] if layer else [])
             images[stage.name] = image
-        image, exports = images[dockerfile.last.name], dockerfile.last.exports
-        if exports:  # its variables are a layer of their own
-            name = "\n".join([image.settings, *exports])
-            if self._gained("settings", name, len(name) + _HEADERS, 3):
-                self.forecast.layers_made += 1
-        return image
+        return images[dockerfile.last.name]
 
     def _made(self, dockerfile: Dockerfile, step: object, key: str) -> LayerFacts:
         """Stands for the layer of a step that is to be made."""

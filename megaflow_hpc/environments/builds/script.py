@@ -17,12 +17,22 @@ STEPS_DIR = "/.megaflow-build"
 """Where the sandbox sees, read-only, what its copies put in place: ``<number>/<i>/item``; and :data:`PYTHON`."""
 PYTHON = helper_python.NAME
 
-_PROLOGUE = """\
+_ANY_SANDBOXS = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
+"""Variables that a sandbox sets for its commands, whatever its image says."""
+KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export MEGAFLOW_ITS_{name}="${name}"; fi\n' for name in _ANY_SANDBOXS)
+"""What a step's sandbox sources before it sets them."""
+_GIVE_BACK = "".join(
+    f'unset {name}\nif [ "${{MEGAFLOW_ITS_{name}+x}}" ]; then export {name}="$MEGAFLOW_ITS_{name}"; fi\n'
+    f"unset MEGAFLOW_ITS_{name}\n"
+    for name in _ANY_SANDBOXS
+)
+
+_PROLOGUE = f"""\
 set -e
 umask 022
-unset TAR_OPTIONS USER LOGNAME # a sandbox sets them
-if [ "${LANG-}" = C ]; then unset LANG; fi # so does Apptainer
-tools() { PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"; }
+{_GIVE_BACK}\
+if [ "${{LANG-}}" = C ]; then unset LANG; fi # Apptainer sets it
+tools() {{ PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"; }}
 """
 
 _PLACE = """\

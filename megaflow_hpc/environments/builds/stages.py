@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import posixpath
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import shlex
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, Run, St
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import Attributes, Packer
+from megaflow_hpc.environments.images.layers.packing import Packer
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -39,11 +39,6 @@ from megaflow_hpc.host.tar import Refused
 
 KEY_VERSION = "megaflow-step-3"
 KEY_LENGTH = 40
-SETTINGS = ".singularity.d/env/92-megaflow.sh"
-"""Where Apptainer reads an image's variables, after those that its base sets (90-environment.sh)."""
-
-_ACCOUNT = re.compile(r"^export (?:USER|LOGNAME)='?[\w.-]+'?$", re.MULTILINE)
-"""What an image sets of the variables that a sandbox has of its own."""
 _SHOWN_LINES = 15
 _SHOWN_CHARACTERS = 4000
 
@@ -92,8 +87,7 @@ class StageBuilds:
         workdir = (
             posixpath.normpath(posixpath.join(image.workdir or "/", last.workdir)) if last.workdir else image.workdir
         )
-        image = replace(image, settings=image.settings + settings, workdir=workdir, user=last.user or image.user)
-        return image.over([await self._settings_layer(image)]) if settings else image
+        return replace(image, settings=image.settings + settings, workdir=workdir, user=last.user or image.user)
 
     async def _stage(self, stage: Stage) -> LayeredImage:
         image = self._images[stage.base]
@@ -186,7 +180,7 @@ class StageBuilds:
         room = any(found is None or found.attributes.mode & 0o1777 != 0o1777 for found in places)
         if room and who.uid:
             self._differs(step.line, "/tmp and /var/tmp are made for everybody to write to")
-        home = not any(line.startswith("export HOME=") for line in exports)
+        home = "HOME" not in variables_of([image.settings, *exports])
         await self._workshop.open()
         numbers = []
         for number, mount in enumerate(step.mounts, 1):
@@ -198,8 +192,7 @@ class StageBuilds:
                 else:
                     await self._copy_out(mount.copy, items)
         async with await self._workshop.start(image, self._spec, view) as sandbox:
-            lines = [*_ACCOUNT.findall(image.settings), *exports]
-            text = run_text(step, lines, numbers, who, home=home, room=room and bool(who.uid))
+            text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
             await self._carry_out(sandbox, step.line, text)
             facts = await self._workshop.layer_of(sandbox, file)
         for number in filter(None, numbers):
@@ -217,22 +210,6 @@ class StageBuilds:
         text = "".join(each if each.isprintable() or each in "\n\t" else "?" for each in "\n".join(lines))
         shown = "\n".join(f"  {each}" for each in text[-_SHOWN_CHARACTERS:].split("\n"))
         raise SiteError(f"{self._dockerfile.path}: the build failed at line {line}\n{shown}")
-
-    async def _settings_layer(self, image: LayeredImage) -> LayerFacts:
-        """A layer with the variables of an image, all of them: it hides that of an image below."""
-        content = f"#!/bin/sh\n{image.settings}".encode("utf-8", "surrogateescape")
-        key = hashlib.sha256(f"{KEY_VERSION}\0settings\0".encode() + content).hexdigest()[:KEY_LENGTH]
-
-        async def make(file: Path) -> LayerFacts:
-            with Packer(file) as packer:
-                for directory in (".singularity.d", ".singularity.d/env"):
-                    packer.directory(directory, Attributes(0o755))
-                packer.content(SETTINGS, content, Attributes(0o755))
-            return packer.facts()
-
-        layer = await self._once(key, "settings", make)
-        assert layer is not None
-        return layer
 
 
 def differences(step: Copy | Run | Workdir) -> list[str]:
@@ -268,7 +245,8 @@ def step_key(
     copies: list[Copy] = [step] if isinstance(step, Copy) else []
     if isinstance(step, Run):
         copies = [mount.copy for mount in step.mounts if mount.copy]
-        content |= {"exports before": list(exports), "network": network}
+        before = [image.settings, *exports] if image.settings else list(exports)
+        content |= {"exports before": before, "network": network}
     digest.update(json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogateescape"))
     for copy in copies:
         if copy.origin is None:
@@ -282,6 +260,11 @@ def identity(image: LayeredImage) -> str:
     """Returns what stands for an image's files: its base, and its layers by their digests."""
     text = "\0".join([image.base.identity if image.base else "", *(layer.digest for layer in image.layers)])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def variables_of(texts: Iterable[str]) -> set[str]:
+    """Returns the names of what lines of ``export NAME=VALUE …`` set."""
+    return {word.partition("=")[0] for text in texts for word in shlex.split(text) if "=" in word}
 
 
 def absolute(step: Copy | Run | Workdir, home: str, user: str) -> Copy | Run | Workdir:

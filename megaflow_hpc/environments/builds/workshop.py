@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megaflow_hpc.environments.builds.program import facts_of, run_tree
-from megaflow_hpc.environments.builds.script import STEPS_DIR
+from megaflow_hpc.environments.builds.script import KEEP, STEPS_DIR
 from megaflow_hpc.environments.builds.trees import Hold, Trees, unpack_sif
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
@@ -127,6 +127,7 @@ class Workshop:
             copies=self._copies,
             namespace=self.namespace,
             layers=tuple(map(str, lowers[:-1])),
+            settings=image.settings + KEEP,
         )
         return await self._provider.start(spec, access=access)
 
@@ -147,9 +148,9 @@ class Workshop:
         os.utime(file.parent, (etc.attributes.mtime, etc.attributes.mtime))
         return points
 
-    async def _lowers(self, image: LayeredImage) -> list[Path]:
+    async def _lowers(self, image: LayeredImage, top: Sequence[Path] = ()) -> list[Path]:
         """The trees of an image; where sandboxes write to copies, one tree of all."""
-        lowers = await self.trees(image)
+        lowers = [*top, *await self.trees(image)]
         if not self._copies or len(lowers) == 1:
             return lowers
         wanted = lowers[::-1]
@@ -180,12 +181,15 @@ class Workshop:
             await run_tree(prefix, "copy", root, str(target), *sources)
 
     @asynccontextmanager
-    async def merged(self, image: LayeredImage) -> AsyncIterator[tuple[Sequence[str], str]]:
+    async def merged(self, image: LayeredImage, top: Sequence[Path] = ()) -> AsyncIterator[tuple[Sequence[str], str]]:
         """Yields an argv prefix of namespaces and the directory that all files of an image are in there.
 
         What is written there is lost.
+
+        Args:
+            top: trees over those of the image.
         """
-        lowers = [str(path) for path in await self._lowers(image)]
+        lowers = [str(path) for path in await self._lowers(image, top)]
         if len(lowers) == 1:
             yield self.namespace, lowers[0]
             return

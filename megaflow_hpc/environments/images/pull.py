@@ -17,6 +17,7 @@ from pathlib import Path
 from megaflow_hpc.environments.images.apptainer_build import SIF_OPTIONS, build
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry.client import NoAnswer
@@ -130,9 +131,14 @@ def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
             raise SiteError(f"{layer.digest}: its layer was removed while its image was pulled; pull it again")
         if found.inodes:  # instructions of Dockerfiles that change no file may leave a layer all the same
             facts.append(found)
+    return as_image(image, facts)
+
+
+def as_image(image: RemoteImage, layers: Sequence[LayerFacts]) -> LayeredImage:
+    """Returns what a registry says of an image, with those of its layers that change a file."""
     workdir = image.workdir if image.workdir.startswith("/") and "\0" not in image.workdir else None
     user = "" if image.user in ("root", "0") else image.user
-    return LayeredImage(None, tuple(facts), exports(image.env), workdir, user)
+    return LayeredImage(None, tuple(layers), exports(image.env), workdir, user)
 
 
 def exports(env: Sequence[str]) -> str:
