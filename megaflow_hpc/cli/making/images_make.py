@@ -147,6 +147,8 @@ def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
     for source in dockerfiles:
         path = Path(source).absolute()
         for line, instruction, reason in images.dockerfiles.read(path).ignored:
+            if instruction == "VOLUME":
+                continue  # building says it
             note(f"{source}:{line}: {instruction} is left out: {reason}")
         requests.append(ImageRequest(source, dockerfile=path))
     return requests

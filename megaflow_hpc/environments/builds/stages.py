@@ -69,6 +69,8 @@ class StageBuilds:
         self._workshop = workshop
         self._spec = spec
         self._say = say
+        self._pretended = False
+        """It was said that files have no owners here but root."""
 
     async def build(self) -> LayeredImage:
         """Returns the image of the last stage; its layers are in the store.
@@ -79,6 +81,9 @@ class StageBuilds:
         """
         for line, name in self._dockerfile.unset:
             self._differs(line, f"${name} counts as unset, whatever the base image sets")
+        for line, name, _ in self._dockerfile.ignored:
+            if name == "VOLUME":
+                self._differs(line, "a volume's directory is one like any other")
         for stage in self._dockerfile.needed:
             self._images[stage.name] = await self._stage(stage)
         last = self._dockerfile.last
@@ -182,6 +187,9 @@ class StageBuilds:
             self._differs(step.line, "/tmp and /var/tmp are made for everybody to write to")
         home = "HOME" not in variables_of([image.settings, *exports])
         await self._workshop.open()
+        if self._workshop.pretends and not self._pretended:
+            self._pretended = True
+            self._differs(step.line, "no subordinate ids here (/etc/subuid): while steps run, every file is root's")
         numbers = []
         for number, mount in enumerate(step.mounts, 1):
             numbers.append(number if mount.copy else 0)
@@ -194,7 +202,9 @@ class StageBuilds:
         async with await self._workshop.start(image, self._spec, view) as sandbox:
             text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
             await self._carry_out(sandbox, step.line, text)
-            facts = await self._workshop.layer_of(sandbox, file)
+            facts, wrote_hosts = await self._workshop.layer_of(sandbox, file)
+        if wrote_hosts:
+            self._differs(step.line, "/etc/hosts was changed, which is read-only there")
         for number in filter(None, numbers):
             await asyncio.to_thread(remove_tree, self._workshop.items / str(number))
         return facts

@@ -68,16 +68,32 @@ def place(file: str, items: str) -> None:
 
 
 def layer(file: str, upper: str, marks: str = "") -> None:
-    """Writes a layer of an overlay's upper directory, without what the build itself mounted there; prints its facts."""
+    """Writes a layer of an overlay's upper directory, without what the build itself mounted there; prints its facts,
+    and names of ``localhost`` if these are in it."""
     top = os.open(upper, _DIRECTORY)
     for place in POINTS if marks else POINTS[:1]:
         _remove_point(top, *place)
+    changed = _changed(top, *POINTS[1])
     for name in OURS:
         with suppress(OSError):  # there is none, or the image has something there itself
             os.rmdir(name, dir_fd=top)
     with Packer(Path(file)) as packer:
         pack_tree(packer, top, marks=bool(marks))
     _print(packer)
+    if changed:
+        print(changed)
+
+
+def _changed(top: int, directory: str, name: str) -> str:
+    """The path of what lies there, empty if there is nothing."""
+    with suppress(OSError):
+        place = os.open(directory, _DIRECTORY, dir_fd=top)
+        try:
+            os.stat(name, dir_fd=place, follow_symlinks=False)
+            return f"{directory}/{name}"
+        finally:
+            os.close(place)
+    return ""
 
 
 def _remove_point(top: int, directory: str, name: str) -> None:

@@ -165,11 +165,14 @@ class Workshop:
         self._laid[laid] = wanted
         return [laid]
 
-    async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> LayerFacts:
-        """Ends a sandbox, and writes what it has changed to ``file`` as a layer."""
+    async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> tuple[LayerFacts, bool]:
+        """Ends a sandbox, and writes what it has changed to ``file`` as a layer; says whether ``/etc/hosts`` is in
+        it."""
         upper = self.place("upper")
         await sandbox.finish(upper)
-        return facts_of(await run_tree(self.namespace, "layer", str(file), str(upper), "marks" if self._copies else ""))
+        marks = "marks" if self._copies else ""
+        facts, *rest = (await run_tree(self.namespace, "layer", str(file), str(upper), marks)).splitlines()
+        return facts_of(facts), bool(rest)
 
     async def copy_out(self, image: LayeredImage, sources: Sequence[str], target: Path) -> None:
         """Copies what lies at ``sources`` of an image to ``target/<number>/<name>``, its files with their owners.
