@@ -58,10 +58,16 @@ class Recipe(msgspec.Struct, frozen=True):
         """Returns the mapping of names to sources."""
         return ImageMapping(self.mapping, Path(self.base_dir), self.where)
 
-    def images(self, store: ImageStore, builds: bool = True, memory_mb: int | None = None) -> Images:
+    def images(self, store: ImageStore, memory_mb: int | None = None) -> Images:
         """Returns the store with the registries of this recipe, and its builder."""
-        builder = Builder(self.network, memory_mb=memory_mb) if builds else None
+        builder = Builder(self.network, memory_mb=memory_mb)
         return Images(store, Registries(self.mirrors, self.air_gapped), builder)
+
+    def asking(self, store: ImageStore) -> Images:
+        """Returns what looks images up and builds none; beside them what a store without any would call them."""
+        images = Images(store, Registries(self.mirrors, self.air_gapped))
+        images.beside = Images(_Nothing(store.root), Registries({}))
+        return images
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -229,11 +235,13 @@ def asked_for(wanted: Wanted, images: Images) -> str:
     does not.
 
     Args:
-        images: The store, and the Dockerfiles as they were read.
+        images: As of :meth:`Recipe.asking`; it was looked up in them.
     """
-    lacking = Images(_Nothing(images.store.root), Registries({}))
-    lacking.dockerfiles = images.dockerfiles
-    return lacking.resolve_request(wanted.request, wanted.recipe.image_mapping(), build=False).name
+    request = wanted.request
+    if request.dockerfile is not None:
+        return images.keys_beside[request.dockerfile]
+    assert images.beside is not None
+    return images.beside.resolve_request(request, wanted.recipe.image_mapping(), build=False).name
 
 
 def is_dockerfile(source: str) -> bool:

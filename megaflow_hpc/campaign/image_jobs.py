@@ -93,7 +93,7 @@ class ImageJobs:
         stores: dict[int, Images] = {}
         for number, one in enumerate(wanted):
             if id(one.recipe) not in stores:
-                stores[id(one.recipe)] = one.recipe.images(self._store, builds=False)
+                stores[id(one.recipe)] = one.recipe.asking(self._store)
                 stores[id(one.recipe)].say = self._say
                 stores[id(one.recipe)].looks = None  # where jobs fetch, registries may be out of reach from here
             images = stores[id(one.recipe)]
@@ -284,7 +284,7 @@ class ImageJobs:
     def _of_lost(self, one: _Watched, element: int, number: int, states: dict[str, accounting.JobState]) -> Result:
         """What to say of an image whose element ended without a word about it."""
         wanted = one.batch.wanted[number]
-        images = wanted.recipe.images(self._store, builds=False)
+        images = wanted.recipe.asking(self._store)
         with suppress(SiteError):
             file = images.resolve_request(wanted.request, wanted.recipe.image_mapping(), build=False)
             if file.exists():  # it was made, and the element killed before it could say so

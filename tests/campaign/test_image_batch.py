@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.campaign.image_batch import Batch, Recipe, Wanted, asked_for
+from megaflow_hpc.campaign.image_jobs import ImageJobs
 from megaflow_hpc.cli import main
 from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
 from megaflow_hpc.environments.images.resolve import source_key
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm.script import images_job, script
+from tests.support.registries import front, layer, registry_server
 
 
 def make_batch(tmp_path: Path, base: str, count: int, elements: int) -> Batch:
@@ -46,14 +49,53 @@ def test_what_is_asked_for_keeps_its_name_when_its_base_is_fetched(tmp_path: Pat
     """By that name who asks again finds the job that has fetched the base and builds on."""
     remote = "docker://lab.org/base:1"
     one = make_batch(tmp_path, remote, 1, 1).wanted[0]
-    store, request, mapping = ImageStore(tmp_path / "store"), one.request, one.recipe.image_mapping()
-    images = one.recipe.images(store, builds=False)
-    before, key = asked_for(one, images), images.resolve_request(request, mapping, build=False)
+    store = ImageStore(tmp_path / "store")
+
+    def asked() -> tuple[Path, str]:
+        images = one.recipe.asking(store)
+        return images.resolve_request(one.request, one.recipe.image_mapping(), build=False), asked_for(one, images)
+
+    key, before = asked()
     store.make(source_key(remote), remote, lambda target: shutil.copyfile(base_sif, target) and None)
-    assert images.resolve_request(request, mapping, build=False) != key  # which cannot be told apart by that
-    assert asked_for(one, images) == before
+    another, same = asked()
+    assert another != key  # which cannot be told apart by that
+    assert same == before
     (tmp_path / "task0" / "file").write_text("another\n")
-    assert asked_for(one, one.recipe.images(store, builds=False)) != before
+    assert asked()[1] != before
+
+
+def test_a_context_is_read_once_for_what_jobs_are_to_build(tmp_path: Path, busybox_rootfs: str) -> None:
+    one, size = make_batch(tmp_path, busybox_rootfs, 1, 1).wanted[0], 30_000_000
+    (tmp_path / "task0" / "file").write_bytes(bytes(size))
+    images = one.recipe.asking(ImageStore(tmp_path / "store"))
+
+    def characters() -> int:
+        return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+    before = characters()
+    images.resolve_request(one.request, one.recipe.image_mapping(), build=False)
+    asked_for(one, images)
+    assert size <= characters() - before < 1.5 * size
+
+
+def test_where_nodes_have_no_way_out_images_of_registries_are_fetched_here_once(tmp_path: Path, base_sif: Path) -> None:
+    """Where nothing else is lacking, no Slurm is needed for it."""
+    (tmp_path / "registry").mkdir()
+    said: list[str] = []
+    slurm = SlurmConfig(builds=BuildsConfig(fetch="here"))
+    with registry_server(base_sif.with_name("registry"), tmp_path / "registry") as registry:
+        registry.push("own", "1", [layer({"own": b"own"})])
+        with front(registry.address) as between:
+            mirrors = {"lab.org": f"http://{between.address}"}
+            recipe = Recipe({"own": "docker://lab.org/own:1"}, str(tmp_path), "--map", mirrors=mirrors)
+            wanted = [Wanted("own", recipe)]
+            [first] = ImageJobs(ImageStore(tmp_path / "store"), slurm, said.append).build(wanted)
+            asked = len(between.asked)
+            [second] = ImageJobs(ImageStore(tmp_path / "store"), slurm, said.append).build(wanted)
+            assert len(between.asked) == asked > 0
+    assert (first.state, second.state) == ("fetched", "there")
+    assert first.file == second.file == next(ImageStore(tmp_path / "store").images()).path
+    assert said.count("images: 1, to be built: 0") == 2
 
 
 def test_an_element_builds_its_share_and_says_what_failed(tmp_path: Path, busybox_rootfs: str) -> None:

@@ -260,7 +260,7 @@ def step_key(
     digest.update(json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogateescape"))
     for copy in copies:
         if copy.origin is None:
-            dockerfile.context.update(digest, copy.sources)
+            dockerfile.context.feed(digest.update, copy.sources)
         else:
             digest.update(f"\0{identity(images[copy.origin])}".encode())
     return digest.hexdigest()[:KEY_LENGTH]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images.apptainer_build import build_definition, definition_digest, identity
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digests
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.making import Making, Watch, make_all
@@ -90,6 +90,10 @@ class Images:
         """Gets all that :meth:`resolve_all` is asked for before anything of it is made."""
         self.looks: Looks | None = Looks()
         """Asks registries what forecasts say; ``None``: nobody is asked."""
+        self.beside: Images | None = None
+        """Another store whose keys for Dockerfiles' images are found along, of contexts that are read once for both."""
+        self.keys_beside: dict[Path, str] = {}
+        """Those keys, by the paths of Dockerfiles that were looked up."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
@@ -227,7 +231,7 @@ class Images:
     ) -> Path:
         """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
-        key = context_digest(dockerfile, "\0".join(identity(path) for path in bases.values()))
+        key = self._key(dockerfile, bases, mapping)
 
         def make(target: Path) -> LayeredImage:
             if self.builder is None:
@@ -238,6 +242,16 @@ class Images:
             )
 
         return self._made(key, str(dockerfile.path), make, build=build)
+
+    def _key(self, dockerfile: Dockerfile, bases: Mapping[str, Path], mapping: ImageMapping) -> str:
+        based_on = ["\0".join(map(identity, bases.values()))]
+        if self.beside is not None:
+            others = (self.beside.resolve(name, mapping, build=False) for name in bases)
+            based_on.append("\0".join(map(identity, others)))
+        key, *beside = context_digests(dockerfile, *based_on)
+        for other in beside:
+            self.keys_beside[dockerfile.path] = other
+        return key
 
     def resolve_source(self, source: str, where: str) -> Path:
         """The image file of an address, or of a path relative to the working directory.

@@ -176,21 +176,21 @@ class Context:
                     yield path
             waiting += reversed(below)
 
-    def update(self, digest: hashlib._Hash, names: Sequence[str]) -> None:
-        """Feeds names, modes and contents of what is at or below ``names`` to a digest."""
+    def feed(self, update: Callable[[bytes], None], names: Sequence[str]) -> None:
+        """Feeds names, modes and contents of what is at or below ``names`` to the ``update`` of digests."""
         bounds = Bounds()
         for name in names:
             with self.opened(name, follow=True) as (_, real, _):
                 pass
             for file in dict.fromkeys([posixpath.normpath(name), *self.files(real)]):
                 with self.opened(file) as (place, _, found):
-                    digest.update(f"\0{file}\0{found.st_mode:o}\0".encode("utf-8", "surrogateescape"))
+                    update(f"\0{file}\0{found.st_mode:o}\0".encode("utf-8", "surrogateescape"))
                     if stat.S_ISLNK(found.st_mode):
-                        digest.update(os.readlink("", dir_fd=place).encode("utf-8", "surrogateescape"))
+                        update(os.readlink("", dir_fd=place).encode("utf-8", "surrogateescape"))
                     elif stat.S_ISREG(found.st_mode):
                         bounds.take(found.st_size)
                         with open(_reopened(place, file), "rb") as content:
-                            digest.update(hashlib.file_digest(content, "sha256").digest())
+                            update(hashlib.file_digest(content, "sha256").digest())
 
     # --- copying ------------------------------------------------------------------------------------------------
 
