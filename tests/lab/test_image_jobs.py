@@ -9,15 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import pytest
 
+from megaflow_hpc.campaign.image_batch import Recipe, Wanted
+from megaflow_hpc.campaign.image_jobs import ImageJobs
+from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.slurm.script import IMAGES
 from tests.support.campaigns import Make, cli
 from tests.support.labs import pods, sbatch
-from tests.support.registries import Registry, layer, registry_server
+from tests.support.registries import Registry, front, layer, registry_server, tree_layer
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
@@ -74,6 +78,35 @@ def test_an_image_that_fails_fails_alone_and_what_is_built_stays(
     assert again.returncode == 0, again.stderr
     assert {image["state"] for image in json.loads(again.stdout)["images"].values()} == {"there"}
     assert "job" not in again.stderr
+
+
+@pytest.mark.parametrize("where", ["here", "job"])
+def test_a_base_is_fetched_where_the_campaign_says(
+    tmp_path: Path, busybox_rootfs: str, registry: Registry, where: Literal["here", "job"]
+) -> None:
+    """Nodes without a way out build onto what was fetched where one types: their jobs ask no registry."""
+    registry.push("team/base", "1", [tree_layer(Path(busybox_rootfs))], Env=["PATH=/bin", "OF_BASE=there"])
+    write_context(tmp_path / "task", 1, 'test "$OF_BASE" = there')
+    store = ImageStore(tmp_path / "store")
+    slurm = SlurmConfig(builds=BuildsConfig(count=1, time=10, mem_gb=0.9, fetch=where))
+    asked_by_then: list[int] = []
+    with front(registry.address) as between:
+        mapping, mirrors = {"base": "docker://lab.org/team/base:1"}, {"lab.org": f"http://{between.address}"}
+        recipe = Recipe(mapping, str(tmp_path), "--map", mirrors=mirrors)
+
+        def say(line: str) -> None:
+            if " builds them: " in line:
+                asked_by_then.append(len(between.asked))
+
+        wanted = [
+            Wanted("base", recipe),
+            Wanted("task", recipe, dockerfile=str(tmp_path / "task" / "Dockerfile")),
+        ]
+        outcomes = ImageJobs(store, slurm, say).build(wanted)
+        [before], after = asked_by_then, len(between.asked)
+    states = [(outcome.name, outcome.state, outcome.error) for outcome in outcomes]
+    assert states == [("base", "fetched" if where == "here" else "built", ""), ("task", "built", "")]
+    assert (before > 0, after > before) == ((True, False) if where == "here" else (False, True))
 
 
 def test_who_asks_again_waits_for_the_same_job_and_an_interrupted_wait_cancels_its_own(
