@@ -120,3 +120,17 @@ def test_a_step_is_made_anew_where_only_the_variables_below_it_differ(
         registry.push("team/same", value, [tree], Env=["PATH=/bin", f"X={value}"])
         found += made.said(made.image(f"docker://lab.org/team/same:{value}", "RUN echo $X >/x\n"), "x")
     assert found == [["1"], ["2"]]
+
+
+def test_a_value_keeps_what_others_take_for_ends_of_lines(
+    made: Made, registry: Registry, busybox_rootfs: str, scratch: Path
+) -> None:
+    value = "a\x0bb\x0cc\x85d\u2028e\nf\rg"
+    registry.push("team/lines", "1", [tree_layer(Path(busybox_rootfs))], Env=["PATH=/bin", f"X={value}"])
+    image = made.image("docker://lab.org/team/lines:1", 'RUN printf "%s" "$X" >/x\n')
+
+    async def look(sandbox: ApptainerSandbox) -> bytes:
+        return (await sandbox.exec('printf "%s" "$X"')).stdout_bytes
+
+    assert (unpacked(image, made.place / "tree") / "x").read_bytes() == value.encode()
+    assert runs(str(image), scratch)(look) == value.encode()

@@ -27,7 +27,7 @@ _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
     """Returns what PID 1 sources: exports, and making ``workdir``. ``settings`` are the image's lines, before
     ``env``."""
-    lines = [*settings.splitlines(), "ulimit -c 0"]
+    lines = [settings.rstrip("\n"), "ulimit -c 0"]
     if (descriptors := inherited()) is not None:
         lines += [f"ulimit -Sn {descriptors}"]  # the runner's own need is no program's
     if as_root:
