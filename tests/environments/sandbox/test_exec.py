@@ -17,6 +17,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPair
 from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.host.process import descendants
 from megaflow_hpc.types import ExecResult
 from tests.support.sandboxes import runs
 from tests.support.waiting import some_at_a_time, until_async
@@ -265,6 +266,29 @@ def test_commands_run_whatever_shell_the_image_has(in_sandbox: InSandbox) -> Non
         return said
 
     assert in_sandbox(use) == [("", "two\n lines"), ("bash", "two\n lines")]
+
+
+def test_the_shells_that_start_commands_keep_nothing_of_those_that_ended(in_any_sandbox: InSandbox) -> None:
+    """A shell with job control keeps every job until it has told of it, and each child that it forks writes to all."""
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[int, int]:
+        held = []
+        for count in (100, 1000):
+            for _ in range(count):
+                await sandbox.exec("/bin/true")
+            assert sandbox.pid is not None
+            held.append(max(written(pid) for pid in (sandbox.pid, *descendants(sandbox.pid))))
+        return held[0], held[1]
+
+    before, after = in_any_sandbox(use)
+    assert after - before < 16
+
+
+def written(pid: int) -> int:
+    """KiB of the pages that a process, or one that it was forked of, has written to."""
+    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        return int(next(line.split()[1] for line in file if line.startswith("Anonymous:")))
+    return 0
 
 
 def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_any_sandbox: InSandbox) -> None:

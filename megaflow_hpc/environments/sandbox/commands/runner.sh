@@ -34,6 +34,8 @@ _mf_work() {
       (_mf_take "$1")
     fi
     echo "$1 $?"
+    # With job control a shell keeps every job until it has told of it, and each child that it forks writes to all.
+    [ "$((_mf_told += 1))" -lt 16 ] || { _mf_told=0; jobs >&2; }
   done
 }
 
