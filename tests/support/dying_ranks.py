@@ -20,7 +20,7 @@ from tests.support.processes import kill
 
 SHELL = """\
 "$0" "$@"
-[ "$PMI_RANK" != 0 ] || : > "$3/over"
+[ "${PMI_RANK:-${PMIX_RANK:-$SLURM_PROCID}}" != 0 ] || : > "$3/over"
 until [ -e "$3/over" ]; do sleep 0.1; done
 """
 """Stays until rank 0 has ended, so that mpiexec, as ``srun --kill-on-bad-exit=0`` does, leaves the others alone."""

@@ -19,6 +19,7 @@ from typing import Any
 from megaflow_hpc.bench.programs.dispatch_ranks import make_pod
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
@@ -38,6 +39,13 @@ DEAF_S = 2.0
 HASTY = Times(renew_s=0.5, commit_s=3.0, lease_s=6.0)
 GONE = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
+
+
+def launcher(ranks: int) -> list[str]:
+    """Returns the words that start so many ranks: mpiexec's, or srun's with the type in ``MEGAFLOW_TEST_SRUN``."""
+    if kind := os.environ.get("MEGAFLOW_TEST_SRUN"):
+        return ["srun", f"--mpi={kind}", "--kill-on-bad-exit=0", "--overcommit", "--nodes=1", "-n", str(ranks)]
+    return mpiexec(ranks)
 
 
 def lead(run: RunDir, comm: Comm) -> str:

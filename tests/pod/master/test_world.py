@@ -66,10 +66,8 @@ def play(tmp_path: Path, tasks: Sequence[str], ranks: int = 2, each: int = 1, **
 def turn(run: RunDir, ranks: int = 2) -> Played:
     """A start of the pod of a world that is there."""
     (run.report / "state").unlink(missing_ok=True)
-    command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks + 1), sys.executable, "-m"]
-    done = subprocess.run(
-        [*command, "tests.support.world", str(run.path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [*world.launcher(ranks + 1), sys.executable, "-m", "tests.support.world", str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (run.report / "state").exists(), done.stderr
     return Played(run, (run.report / "state").read_text())
 
