@@ -168,7 +168,11 @@ class MpiComm:
             if received is None:
                 return None
             source, parcel = received
-            self._incoming.extend((source, message) for message in unpack_all(parcel))
+            try:
+                self._incoming.extend([(source, message) for message in unpack_all(parcel)])
+            except ValueError as error:  # Intel MPI over TCP calls whole what a rank was killed within
+                self._lose(source, error)
+                return None
         return self._incoming.popleft()
 
     def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megaflow_hpc.host.mpi import mpi_library
 from megaflow_hpc.ledger import Ledger, PodIdentity, write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import index
@@ -29,6 +30,9 @@ WAYS = {
     "network": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "OMPI_MCA_btl": "tcp,self", "I_MPI_FABRICS": "ofi"},
 }
 """Each variable is for one of MPICH (with UCX), Open MPI and Intel MPI; the others pass it over."""
+MPICH = mpi_library().startswith("MPICH")
+ENDED = ("Socket closed", "OFI poll failed")
+"""What the other libraries say where they end every rank with one of another host: the pod is queued again."""
 
 
 def start(ranks: int, module: str, place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,13 +63,24 @@ def events(run: RunDir) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_is_gone_inside_a_large_message_holds_up_nobody_else(tmp_path: Path, way: str, how: str) -> None:
-    done = start(len(SIZES) + 2, "tests.support.dying_ranks", tmp_path, how, *map(str, SIZES), **WAYS[way])
+    # In Intel MPI's shared memory nothing more comes from anyone behind one of 4 MB: a pod then starts anew.
+    sizes = [size for size in SIZES if size <= 1_000_000 or not mpi_library().startswith("Intel")]
+    done = start(len(sizes) + 2, "tests.support.dying_ranks", tmp_path, how, *map(str, sizes), **WAYS[way])
+    if way == "network" and not MPICH and not (tmp_path / "report.json").exists():
+        assert any(said in done.stderr for said in ENDED), done.stderr
+        return
     assert (tmp_path / "report.json").exists(), done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     came = {int(rank): what for rank, what in report["came"].items()}
-    assert came.pop(report["last"]) == SIZES, "in the order in which they were sent"
+    assert came.pop(report["last"]) == sizes, "in the order in which they were sent"
     for rank, what in came.items():
-        assert what in ([], ["left"], [SIZES[rank - 1]], [SIZES[rank - 1], "left"]), f"rank {rank}: whole or not at all"
+        assert what in ([], ["left"], [sizes[rank - 1]], [sizes[rank - 1], "left"]), f"rank {rank}: whole or not at all"
+
+
+def test_a_rank_that_sends_what_is_no_message_is_lost_and_nobody_else(tmp_path: Path) -> None:
+    done = start(3, "tests.support.dying_ranks", tmp_path, "garble", "1000")
+    assert (tmp_path / "report.json").exists(), done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["came"] == {"1": ["left"], "2": [1000]}
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
@@ -74,13 +89,13 @@ def test_a_campaign_goes_on_without_a_worker_that_is_gone_inside_its_result(tmp_
     tasks = [f"{how}_2000000", *(f"ok_{n}" for n in range(50))]
     run = prepare(tmp_path, tasks, lost_s=8.0)
     done = start(3, "tests.support.world", run.path, **WAYS[way])
-    if way == "network" and not (run.report / "state").exists():  # a library for networks may end rank 0, too
+    if not (way != "network" and MPICH) and not (run.report / "state").exists():  # it may end rank 0, too
         (run.path / "world.json").write_text(json.dumps({"start": "1"}))
         (run.path / "over").unlink()
         done = start(3, "tests.support.world", run.path, **WAYS[way])
     if way != "network":  # over which the message may have left before
-        lost = [entry for entry in events(run) if entry["event"] == "worker" and entry["state"] == "lost"]
-        assert [entry["rank"] for entry in lost] == [1]
+        lost = [entry["rank"] for entry in events(run) if entry["event"] == "worker" and entry["state"] == "lost"]
+        assert lost == [1] if MPICH else 1 in lost
     assert (run.report / "state").exists(), done.stderr
     assert (run.report / "state").read_text() == "done"
     counted = Counter(entry.id for entry in index(run, Ledger(run).seals()).winners)

@@ -1,8 +1,9 @@
 """Ranks that end, or stop for ever, inside a large message; rank 0 and the last rank go on.
 
-``mpiexec -n N sh -c SHELL python -m tests.support.dying_ranks PLACE kill|stop SIZE...``: ranks 1 to ``N - 2`` each
-announce a message of one of the sizes (bytes) and are gone before it is taken. Rank 0 then has the last rank send back
-each size, and leaves in ``PLACE/report.json`` what came. Every rank leaves its pid in ``PLACE/<rank>.pid``.
+``mpiexec -n N sh -c SHELL python -m tests.support.dying_ranks PLACE kill|stop|garble SIZE...``: ranks 1 to ``N - 2``
+each announce a message of one of the sizes (bytes), or so many zeros, and are gone before it is taken. Rank 0 then has
+the last rank send back each size, and leaves in ``PLACE/report.json`` what came. Every rank leaves its pid in
+``PLACE/<rank>.pid``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.host.atomic import write_atomic, write_json
-from megaflow_hpc.pod.comm import MpiComm
+from megaflow_hpc.pod.comm import TAG, MpiComm
 from tests.support.processes import kill
 
 SHELL = """\
@@ -24,7 +25,7 @@ SHELL = """\
 until [ -e "$3/over" ]; do sleep 0.1; done
 """
 """Stays until rank 0 has ended, so that mpiexec, as ``srun --kill-on-bad-exit=0`` does, leaves the others alone."""
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "garble": signal.SIGKILL}
 
 
 def is_gone(pid: int) -> bool:
@@ -76,10 +77,15 @@ def follow(comm: MpiComm) -> None:
         time.sleep(0.001)
 
 
-def die(comm: MpiComm, size: int, number: signal.Signals) -> None:
+def die(comm: MpiComm, size: int, number: signal.Signals, garbled: bool) -> None:
     wait(comm, "die")
-    comm.send(0, {"op": "result", "x": b"x" * size})
-    comm.push()
+    if garbled:
+        from mpi4py import MPI  # which MpiComm is the first to load
+
+        MPI.COMM_WORLD.Isend([bytes(size), MPI.BYTE], dest=0, tag=TAG)
+    else:
+        comm.send(0, {"op": "result", "x": b"x" * size})
+        comm.push()
     os.kill(os.getpid(), number)
 
 
@@ -96,5 +102,5 @@ if __name__ == "__main__":
     elif comm.rank == comm.size - 1:
         follow(comm)
     else:
-        die(comm, sizes[comm.rank - 1], SIGNALS[how])
+        die(comm, sizes[comm.rank - 1], SIGNALS[how], how == "garble")
     os._exit(0)
