@@ -149,9 +149,10 @@ class Workshop:
         return points
 
     async def _lowers(self, image: LayeredImage, top: Sequence[Path] = ()) -> list[Path]:
-        """The trees of an image; where sandboxes write to copies, one tree of all."""
+        """The trees of an image; one tree of all, where sandboxes write to copies or an overlay takes no more."""
         lowers = [*top, *await self.trees(image)]
-        if not self._copies or len(lowers) == 1:
+        few = len(lowers) < overlay.MOST_LOWERS  # names of hosts are one more
+        if len(lowers) == 1 or (few and not self._copies):
             return lowers
         wanted = lowers[::-1]
         # What a step wrote goes over the tree that it ran on: a chain is laid out once, not once for each step.
