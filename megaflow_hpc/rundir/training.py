@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.host.process import node_name
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
@@ -68,6 +70,12 @@ class Trainer(msgspec.Struct, kw_only=True):
     pid: int = 0
     job_id: str = ""
     at: float = 0.0
+
+    @classmethod
+    def here(cls, consumer: str) -> Trainer:
+        """Returns what is said of this process."""
+        job = os.environ.get("SLURM_JOB_ID", "")
+        return cls(consumer=consumer, node=node_name(), pid=os.getpid(), job_id=job, at=time.time())
 
 
 @dataclass(frozen=True)

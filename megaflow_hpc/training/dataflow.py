@@ -32,7 +32,6 @@ from pathlib import Path
 
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.process import node_name
 from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
@@ -166,7 +165,10 @@ class Dataflow:
         self.close()
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
-        """Asks for tasks beside those that the campaign file's ``prompts`` choose; steps take what is complete first.
+        """Asks at once for tasks beside those that the campaign file's ``prompts`` choose.
+
+        Steps take what is complete first, and more of it than a batch has where others would be too old for the step
+        after. Call it between two steps: what is asked for during one is sampled by the weights from before it.
 
         Args:
             tasks: ids of the campaign's tasks.
@@ -200,14 +202,7 @@ class Dataflow:
         if self.rank or self.trainer:
             return
         self.files.create()
-        now = Trainer(
-            consumer=self.consumer,
-            node=node_name(),
-            pid=os.getpid(),
-            job_id=os.environ.get("SLURM_JOB_ID", ""),
-            at=time.time(),
-        )
-        self.trainer = self.files.enter(now)
+        self.trainer = self.files.enter(Trainer.here(self.consumer))
         if self._asks:
             self._lease = OpenLease(self.run, self.consumer)
             self._lease.keep()
@@ -273,7 +268,7 @@ class Dataflow:
         self._ask()
         ended = self._marks.over
         self._buffer.poll()
-        version = self._version()
+        version = self.ordinal(current(self.run, self.policy).version)
         if self._asks and not ended and self._pace.is_due(self._buffer.rounds_under_way(), version):
             return None
         plan = self._plan(self._planner, self._buffer, number, version, ended)
@@ -286,10 +281,13 @@ class Dataflow:
     def _plan(self, planner: Planner, buffer: Buffer, number: int, version: int, ended: bool) -> Plan | None:
         """Makes the plan if there is enough, and asks for groups in the place of those that were dropped."""
         most = self.config.batch.refill if self._asks else 0
-        under_way = buffer.open_groups - len(buffer.complete()) if most else 0  # which looks for blocks
+        want, complete, least = self._want(number), buffer.complete(), 0
+        under_way = buffer.open_groups - len(complete) if most else 0  # which looks for blocks
         spent = bool(most) and self._pace.refills(number) >= most
         awaited = spent and max(buffer.rounds_under_way(), default=0) >= REFILLED
-        how = (number, version, self._want(number), self.trainer)
+        if self._asks and len(complete) > want:
+            least = self._pace.settles(number, complete, buffer.open_groups, version)
+        how = (number, version, want, self.trainer, least)
         plan = planner.plan(*how, last=ended, replace=bool(most), short=spent and not awaited)
         if plan is not None or ended or not most or self._pace.batch(number - 1) is None:
             return plan
@@ -304,13 +302,8 @@ class Dataflow:
             learned = self._planner.learned.get("prompts", {}) if self._planner else {}
             self._pace.keep(self._committed, learned, self._say_seldom)
 
-    def _version(self) -> int:
-        return self.ordinal(current(self.run, self.policy).version)
-
     def _want(self, step: int) -> int:
-        """Groups that a step settles: as many as its batch asked for, fewer where fewer tasks were left to ask for."""
-        batch = self._pace.batch(step - 1) if self._asks else None
-        return len(batch.tasks) if batch else self.config.batch.tasks
+        return self._pace.want(step) if self._asks else self.config.batch.tasks
 
     def _over(self, step: int) -> str:
         """Why this step will not come any more; empty if it may."""

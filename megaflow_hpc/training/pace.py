@@ -3,7 +3,8 @@
 Each batch of tasks is one step's worth. Under a staleness bound k, the batch of step s is asked for when step s - 1 - k
 is committed. A step takes the groups that are complete first; where one that is not would be older than k in the step
 after, the step waits for it. k = 0 is synchronous training, and there a batch also waits until every engine has loaded
-the version. Where groups that were dropped are replaced (``batch.refill``), a step asks for further tasks itself.
+the version. Where groups that were dropped are replaced (``batch.refill``), a step asks for further tasks itself. What
+a trainer asks for by itself (:meth:`Pace.add`) makes a step larger where others would be too old in the step after.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megaflow_hpc.ledger.blocks import add_blocks
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts
-from megaflow_hpc.training.plan import Batch, Refill, TrainingFiles
+from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.plan import Added, Batch, Refill, TrainingFiles
 from megaflow_hpc.types import Rollout
 
 AHEAD = 4
@@ -58,7 +60,7 @@ class Pace:
         self._samples, self._config, self._pods = samples, config, pods
         self._prompts = Prompts(config.prompts)
         self._versions: dict[tuple[type[Batch], int], int] = {}
-        """Batch or refill, by its number → ordinal of the newest weights when it was asked for."""
+        """What was asked for, by its kind and number → ordinal of the newest weights then."""
         self._added = max(0, *files.numbers(Batch), 0)
         """Batches whose blocks are known to be there; of the last one that is written down they may not be."""
         self._refilled = False
@@ -77,12 +79,36 @@ class Pace:
             version: ordinal of the newest weights.
         """
         bound = self._config.mode.bound
+        asked = {self._record_of(round) for round in rounds}
+        return bound is not None and any(version - self._version_of(*one) >= bound for one in asked)
+
+    def settles(self, step: int, complete: Sequence[Group], open_groups: int, version: int) -> int:
+        """Returns how many groups a step settles at least, lest some are too old in the one after.
+
+        Args:
+            complete: all that are.
+            open_groups: how many are not settled, complete or not.
+            version: ordinal of the newest weights.
+        """
+        bound = self._config.mode.bound
         if bound is None:
-            return False
-        tasks = self._config.batch.tasks
-        asked: set[tuple[type[Batch], int]] = {(Batch, number // tasks) for number in rounds if number < ADDED}
-        asked |= {(Refill, (number - REFILLED) // tasks) for number in rounds if number >= REFILLED}
-        return any(version - self._version_of(*one) >= bound for one in asked)
+            return 0
+        counted_on = sum(len(batch.tasks) for number in range(step, self._added) if (batch := self.batch(number)))
+        late = sum(version - group.oldest >= bound for group in complete)
+        return min(late, open_groups - counted_on)  # none that a later step waits for
+
+    def want(self, step: int) -> int:
+        """Returns for how many groups a step waits: a batch's, fewer where fewer tasks were left to ask for."""
+        batch = self.batch(step - 1)
+        return len(batch.tasks) if batch else self._config.batch.tasks
+
+    def _record_of(self, round: int) -> tuple[type[Batch], int]:
+        """Kind and number of what asked for a round."""
+        if round < ADDED:
+            return Batch, round // self._config.batch.tasks
+        if round < REFILLED:
+            return Added, round - ADDED
+        return Refill, (round - REFILLED) // self._config.batch.tasks
 
     def _version_of(self, kind: type[Batch], number: int) -> int:
         if (kind, number) not in self._versions:
@@ -119,13 +145,12 @@ class Pace:
             LedgerError: the token is no name of a file, or was used for other tasks.
             OSError: the run directory does not answer; the call may be repeated.
         """
-        round = ADDED + zlib.crc32(token.encode())
-        rollouts = [
-            Rollout(task, self._policy, sample, self._agent, round)
-            for task in tasks
-            for sample in range(samples or self._samples)
-        ]
-        add_blocks(self._files.run, rollouts, token=f"{self._policy}.added.{token}", pods=self._pods)
+        number = zlib.crc32(token.encode())
+        version = current(self._files.run, self._policy).ordinal
+        chosen, samples = [(task, ADDED + number) for task in tasks], samples or self._samples
+        added = Added(batch=self._added, tasks=chosen, samples=samples, version=version)
+        self._files.claim(number, added)  # before its blocks: once they are there, somebody knows how old they are
+        self._add_blocks(added, f"added.{token}")
 
     def refills(self, step: int) -> int:
         """Returns how often a step has asked for further tasks."""

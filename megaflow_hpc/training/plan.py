@@ -4,6 +4,7 @@
 
     batches/000003.json     :class:`Batch`: tasks that were asked for together
     refills/012001.json     :class:`Refill`: tasks that step 12 asked for in the place of groups that were dropped
+    added/3610421.json      :class:`Added`: tasks that the trainer asked for by itself
     steps/000012.json       :class:`Plan`: what step 12 trains on, and what it drops; never changed
     commits/000012.json     step 12 is done: its checkpoint, its weights, its metrics
     trainers/000002.json    the second start of the trainer; earlier ones commit no more
@@ -122,6 +123,10 @@ class Refill(Batch, kw_only=True):
     """Further tasks for a step; ``batch`` counts the batches that were asked for before."""
 
 
+class Added(Batch, kw_only=True):
+    """Tasks that a trainer asked for by itself; ``batch`` counts the batches that were asked for before."""
+
+
 class TrainingFiles:
     """The files of one policy. Building one touches nothing."""
 
@@ -219,6 +224,7 @@ class TrainingFiles:
 _KINDS: dict[type[msgspec.Struct], str] = {
     Batch: "batches",
     Refill: "refills",
+    Added: "added",
     Plan: "steps",
     Commit: "commits",
     Trainer: "trainers",

@@ -54,6 +54,7 @@ class Planner:
         version: int,
         want: int,
         trainer: int,
+        least: int = 0,
         last: bool = False,
         replace: bool = False,
         short: bool = False,
@@ -62,7 +63,8 @@ class Planner:
 
         Args:
             version: ordinal of the newest weights.
-            want: groups that the step settles, be they trained on or dropped.
+            want: groups that the step waits for and settles, be they trained on or dropped.
+            least: groups that it settles at least, the oldest ones, should more than it waits for be there.
             last: no more rollouts will come, so fewer groups are enough.
             replace: groups that are dropped do not count.
             short: fewer groups that count are enough, where so many are there.
@@ -71,7 +73,7 @@ class Planner:
         self.lacks = want - len(complete)
         if not complete or not want or (self.lacks > 0 and not last):
             return None
-        settles = want
+        settles = max(want, least)
         choice = self._choose(step, version, complete, settles)
         while replace and (lacks := want - len(choice.taken)) > 0 and settles < len(complete):
             settles += lacks

@@ -23,7 +23,7 @@ from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
-from megaflow_hpc.training.pace import REFILLED
+from megaflow_hpc.training.pace import ADDED, REFILLED
 from megaflow_hpc.training.plan import Batch, Plan, Refill, TrainingFiles
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
@@ -518,7 +518,7 @@ def test_a_campaign_that_is_over_can_be_trained_on_as_it_is(tmp_path: Path) -> N
 
 
 def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 2}, tasks=3, samples=2)
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "mode": "asynchronous", "steps": 2}, tasks=3, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = watched(run, pods)
     for _ in range(2):
@@ -533,6 +533,55 @@ def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> N
         step_through(flow, step, START)
         settled |= {rollout.group for rollout in step.plan.rollouts}
     assert len(settled) == 4  # two of those that were added or asked for wait for a step that does not come
+
+
+@pytest.mark.parametrize("refill", [0, 2])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_too_old(
+    tmp_path: Path, bound: int, refill: int
+) -> None:
+    mode = {"kind": "bounded", "staleness": bound} if bound else {"kind": "synchronous"}
+    training = {"mode": mode, "batch": {"tasks": 2, "refill": refill}, "steps": 9}
+    run = training_run(tmp_path / "run", training, tasks=5, samples=2)
+    flow = watched(run, Pods(run, alternating, lambda: current(run, "default").version))
+    plans, parameters = [], START
+    for step in flow.steps():
+        plans.append(step.plan)
+        if step.number in (1, 4):
+            flow.add(["task-0", "task-1", "task-2"], token=f"more-{step.number}")
+        parameters = step_through(flow, step, parameters)
+    assert [plan.step for plan in plans] == list(range(1, 10)), "no step lacks what an earlier one took"
+    assert max(staleness for plan in plans for staleness in plan.staleness) == bound
+    groups = [name for plan in plans for name in {rollout.group for rollout in plan.rollouts}]
+    assert len(groups) == len(set(groups)) == 9 * 2 + 2 * 3
+    assert min(len({rollout.group for rollout in plan.rollouts}) for plan in plans) == 2
+
+
+def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_old(tmp_path: Path) -> None:
+    training = {"mode": {"kind": "bounded", "staleness": 2}, "batch": {"tasks": 2}, "steps": 9}
+    run = training_run(tmp_path / "run", training, tasks=6, samples=2)
+    pods = Pods(run, alternating, lambda: current(run, "default").version)
+    flow, parameters = Dataflow(run, say=lambda text: None), START
+    flow.add(["task-0"], token="slow")
+    (slow,) = _groups(run, ADDED)
+    flow._ask()
+    pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))  # begun with the first version, not ended
+    seen: list[Plan] = []
+    while (plan := flow._try(len(seen) + 1)) is not None:
+        seen.append(plan)
+        parameters = step_through(flow, Step(flow, plan), parameters)
+        pods.work(only=lambda r: r.group_id != slow)
+    assert len(seen) == 2  # the third would leave it behind
+    flow.leave()
+    flow = Dataflow(run, say=lambda text: None)  # a later start knows that as well
+    flow._enter()
+    assert flow._try(3) is None
+    pods.work()
+    last = flow._try(3)
+    assert last is not None
+    assert slow in {rollout.group for rollout in last.rollouts}
+    assert max(last.staleness) == 2
+    flow.leave()
 
 
 def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_path: Path) -> None:
