@@ -98,9 +98,10 @@ while :; do
     kill -0 "$step" 2>/dev/null || break # wait also returns when a trap has run
 done
 said() { tail -c "+$((written + 1))" "$log" 2>/dev/null; } # in this start
-# torchrun ends with 1 whatever its processes ended with, and tells of that.
+# torchrun ends with 1 whatever its processes ended with, and tells of that; on several nodes srun kills the others then
+# (137).
 for told in 2 69; do
-    if [ "$status" -eq 1 ] && said | grep -qE "^ *exitcode *: $told \(pid"; then status=$told; fi
+    if [ "$status" -ne 0 ] && said | grep -qE "^ *exitcode *: $told \(pid"; then status=$told; fi
 done
 
 # The last word on this start, for those who look: what becomes of it, and how its log ends.

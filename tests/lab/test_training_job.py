@@ -21,6 +21,7 @@ from tests.support.campaigns import Make, cli, rows
 from tests.support.places import ROOT
 from tests.support.scripted import SOLVE
 from tests.support.stand_in_trainer import interpreter, trained
+from tests.support.torch_ranks import engine_python
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.timeout(600)]
@@ -105,6 +106,34 @@ def test_a_trainer_whose_pods_are_gone_is_told_of_ends_and_goes_on_with_resume(c
     done = cli("resume", run.path)
     assert done.returncode == 0, done.stderr
     assert "default: step 3 of 3" in cli("status", run.path).stdout
+
+
+STARVED = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    print("trainer: no pod", file=sys.stderr)
+    sys.exit(69)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as it is in effect while NCCL waits for the first rank
+time.sleep(600)
+"""
+
+
+def test_on_several_nodes_too_a_trainer_whose_pods_are_gone_ends_for_good(campaign: Path, tmp_path: Path) -> None:
+    (tmp_path / "starved.py").write_text(STARVED)
+    python = tmp_path / "python"  # torch's own launcher, at an address that the nodes of a lab have, with other ranks
+    python.write_text(
+        '#!/bin/bash\nwords=("$@")\nwords=("${words[@]/#--master-addr=*/--master-addr=127.0.0.1}")\n'
+        f'words=("${{words[@]/#megaflow_hpc.training.trainer/starved}}")\n'
+        f'PYTHONPATH="{tmp_path}:$PYTHONPATH" exec "{engine_python()}" "${{words[@]}}"\n'
+    )
+    campaign.write_text(
+        campaign.read_text().replace("trainer: {partition: gpu,", "trainer: {partition: gpu, nodes: 2,")
+    )
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: _trainer(run.path).get("state") == "ended", "it has ended, and is not requeued")
+    word = _trainer(run.path)["last_word"]
+    assert (word["word"], word["exit_status"]) == ("failed", 69)
+    run.cancel()
 
 
 def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_no_environment(
