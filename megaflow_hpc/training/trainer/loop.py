@@ -88,15 +88,8 @@ class Trainer:
         torch.manual_seed(flow.config.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
-        given = settings.optimizer
-        self.optimizer = Optimizer(
-            self.policy,
-            given.lr,
-            betas=given.betas,
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            clip_norm=given.clip_norm,
-        )
+        given = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay", "clip_norm"})
+        self.optimizer = Optimizer(self.policy, **given)
         loss, weights = settings.loss, settings.importance
         self.loss = losses.Loss(loss.kind, loss.band, loss.second_moment, loss.entropy, weights.level, weights.truncate)
         self.stopping = self._waiting = False

@@ -105,11 +105,10 @@ class Policy(torch.nn.Module):
         stored: the dtype in which the model directory holds weights, and in which versions are written.
     """
 
-    def __init__(self, causal: Any, source: Path, temperature: float = 1.0) -> None:
+    def __init__(self, causal: Any, source: Path) -> None:
         super().__init__()
         self.causal = causal
         self.source = source
-        self.temperature = temperature
         self.words = int(causal.get_input_embeddings().weight.shape[0])
         self.stored = causal.dtype
         self._adapter: tuple[Any, ...] = ()  # in a tuple: it holds ``causal``, whose parameters are to be found once
@@ -152,7 +151,7 @@ class Policy(torch.nn.Module):
         cap = getattr(config, "final_logit_softcapping", None)
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        every = torch.log_softmax(logits / self.temperature, -1)
+        every = torch.log_softmax(logits, -1)
         return every.gather(-1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def trained(self) -> Iterator[tuple[str, Any]]:
@@ -194,7 +193,6 @@ def load(
     *,
     lora: Mapping[str, Any] | None = None,
     recompute: bool = False,
-    temperature: float = 1.0,
 ) -> Policy:
     """Loads a causal language model from a Hugging Face directory, never from the network.
 
@@ -204,7 +202,6 @@ def load(
         lora: ``rank``, ``alpha`` and ``targets`` (names of modules, or ``all-linear``), as in the campaign file; needs
             peft.
         recompute: compute layers again in the backward pass instead of keeping what they computed.
-        temperature: at which tokens were sampled; logits are divided by it.
 
     Raises:
         ConfigError: no model directory, no peft, or a model whose sequences cannot be packed.
@@ -229,7 +226,7 @@ def load(
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # what was sampled without is judged without
-    policy = Policy(causal, source, temperature)
+    policy = Policy(causal, source)
     about = json.loads((source / "config.json").read_text())
     stored = about.get("dtype") or about.get("torch_dtype")
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
@@ -291,9 +288,7 @@ def _alone(policy: Policy) -> Any:
     policy.eval()
     found = []
     for begin, end in pairwise(offsets):
-        logits = (
-            policy.causal(input_ids=tokens[None, begin:end], use_cache=False).logits[0].float() / policy.temperature
-        )
+        logits = policy.causal(input_ids=tokens[None, begin:end], use_cache=False).logits[0].float()
         found.append(torch.log_softmax(logits[:-1], -1).gather(-1, tokens[begin + 1 : end, None])[:, 0])
     return torch.cat(found)
 
