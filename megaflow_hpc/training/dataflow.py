@@ -50,8 +50,9 @@ from megaflow_hpc.trajectory import TokenSequence
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
-"""Seconds between two looks at the journals while a step lacks rollouts."""
+FIRST_S, POLL_S = 0.05, 0.5
+"""Seconds between two looks at the journals while a step lacks rollouts: at its beginning, when engines have soon loaded
+what the step before has published, and at most; each look is twice as late as the one before."""
 STATS_PER_S = 200
 """Journals whose size is asked for in a second: of a campaign of many pods one looks less often."""
 SAID_S = 30.0
@@ -241,7 +242,7 @@ class Dataflow:
 
     def _planned(self, number: int) -> tuple[Plan | None, float]:
         """Returns the next plan, and the seconds in which there was nothing to do but wait."""
-        waited, began = 0.0, time.monotonic()
+        waited, began, pause = 0.0, time.monotonic(), FIRST_S
         self._watch.begin()
         while True:
             plan = self._try(number) if not self.rank else self.files.read(Plan, number)
@@ -251,9 +252,9 @@ class Dataflow:
                 self._say(f"{self.run}: {why}; {number - 1} of {self.config.steps} steps are done")
                 return None, waited
             self._speak(number, time.monotonic() - began)
-            pause = max(POLL_S, self._buffer.journals / STATS_PER_S) if self._buffer else POLL_S
             time.sleep(pause)
             waited += pause
+            pause = min(2 * pause, max(POLL_S, self._buffer.journals / STATS_PER_S if self._buffer else 0.0))
 
     def _try(self, number: int) -> Plan | None:
         """Makes the plan of a step if there is enough for it; another trainer's, if that was faster."""

@@ -121,6 +121,7 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
             "beside": planned.beside,
         },
         tasks=tasks,
+        pods=config.slurm.pods.total,
         starts_a_task=starts_a_task(planned, len(tasks)),
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},
         limits=config.limits,

@@ -22,10 +22,19 @@ SOON_S = 1.0
 SELDOM_S = 10.0
 """When the ledger is looked at again after there was no block to claim, or after the last rollout here; each further
 time twice as late, up to ``SELDOM_S``: the end of a campaign is mostly near, and nodes must not wait for it."""
+AWAITED_S = 0.25
+LOOKS_PER_S = 40
+"""The same where whoever consumes rollouts is expected to add blocks: a pod looks as often as all pods of the campaign
+together may look in a second, at most every ``AWAITED_S`` and at least every ``SOON_S``."""
 HOARD = 4
 """Rollouts a slot that stand back for others and may be queued here beside what starts next."""
 AHEAD_ROLLOUTS = 256
 """How many rollouts are looked ahead for images that come next."""
+
+
+def awaited_s(pods: int) -> float:
+    """Returns after how many seconds one of so many pods looks again for blocks that somebody is expected to add."""
+    return min(SOON_S, max(AWAITED_S, pods / LOOKS_PER_S))
 
 
 class Dispatch:
@@ -118,8 +127,10 @@ class Dispatch:
     def claimed(self, block: ClaimedBlock | None) -> bool:
         """Queues what a claim has brought; tells whether it brought something to run here."""
         if block is None:
-            later = self.nothing_free and not self._io.seen.awaited  # whoever consumes rollouts waits for the next
-            self._look_s = min(SELDOM_S, 2 * self._look_s) if later else SOON_S
+            if self._io.seen.awaited:  # whoever consumes rollouts waits for the next
+                self._look_s = awaited_s(self._pod.pods)
+            else:
+                self._look_s = min(SELDOM_S, 2 * self._look_s) if self.nothing_free else SOON_S
             self._looked_at = time.monotonic()
             return False
         self._looked_at = None

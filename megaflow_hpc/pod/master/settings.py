@@ -84,6 +84,8 @@ class Pod:
     room: tuple[float | None, int | None] = (None, None)
     """Cpus and MB of memory that a worker rank has, where they are known."""
     walltime: Walltime = field(default_factory=Walltime)
+    pods: int = 1
+    """How many the campaign asks for."""
     starts_a_task: float = 0.0
     """Sandboxes that one node will start of a task, in the mean; 0 where that is not known."""
 
