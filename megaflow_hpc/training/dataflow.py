@@ -51,8 +51,8 @@ from megaflow_hpc.trajectory import TokenSequence
 logger = logging.getLogger(__name__)
 
 FIRST_S, POLL_S = 0.05, 0.5
-"""Seconds between two looks at the journals while a step lacks rollouts: at its beginning, when engines have soon loaded
-what the step before has published, and at most; each look is twice as late as the one before."""
+"""Seconds between two looks at the journals while a step lacks rollouts: when it begins, and engines load soon what the
+step before has published, and at most; each look is twice as late as the one before."""
 STATS_PER_S = 200
 """Journals whose size is asked for in a second: of a campaign of many pods one looks less often."""
 SAID_S = 30.0
