@@ -26,8 +26,8 @@ from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import remove_tree
 
-SHARE_KEPT_FREE = 0.25
-"""Of the file system; what is not in use goes where less is free."""
+SHARE_KEPT_FREE, BYTES_KEPT_FREE = 0.25, 20 * 10**9
+"""Of the file system: what is not in use goes where less than both is free."""
 
 Make = Callable[[Path], None]
 
@@ -83,9 +83,10 @@ class Trees:
     def _make_room(self) -> None:
         while True:
             disk = shutil.disk_usage(self._place)
+            wanted = min(SHARE_KEPT_FREE * disk.total, BYTES_KEPT_FREE)
             with self._guard:
                 idle = next((key for key, users in self._used.items() if not users), None)
-                if idle is None or disk.free > SHARE_KEPT_FREE * disk.total:
+                if idle is None or disk.free > wanted:
                     return
                 del self._used[idle]
                 gone = self._place / "partial" / str(next(self._numbers))
