@@ -25,6 +25,7 @@ from tests.support.layers import OPAQUE, Entries, add_image, add_layer
 from tests.support.small_images import SmallImages
 
 MB = 1_000_000
+KILLS = int(os.environ.get("MEGAFLOW_STAGING_KILLS", "24"))
 ENVIRONMENT: Entries = {"etc/": "", "etc/environment": "e", "lib/": "", "lib/old": "x", "lib/one": "1", "gone": "x"}
 INSTANCE: Entries = {"etc/": "", "etc/number": None, "lib/": OPAQUE, "lib/new": "n", "gone": None}
 WHOLE = {"etc", "etc/environment", "lib", "lib/new"}
@@ -265,7 +266,7 @@ def test_processes_killed_at_any_instant_leave_nothing_half_and_block_nobody(
         for number, base in enumerate(2 * bases)
     ]
     need = max(open_cache().facts(image).unpacked_bytes for image in images)
-    for seed in range(12):
+    for seed in range(KILLS // 2):
         ranks = [start_rank(tmp_path / "cache", 2 * need, 10 * seed + each, 1000, images) for each in range(2)]
         for rank in ranks:
             assert rank.stdin
