@@ -17,14 +17,14 @@ STEPS_DIR = "/.megaflow-build"
 """Where the sandbox sees, read-only, what its copies put in place: ``<number>/<i>/item``; and :data:`PYTHON`."""
 PYTHON = helper_python.NAME
 
-_ANY_SANDBOXS = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
+_SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
 """Variables that a sandbox sets for its commands, whatever its image says."""
-KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export MEGAFLOW_ITS_{name}="${name}"; fi\n' for name in _ANY_SANDBOXS)
+KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export MEGAFLOW_ITS_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
 """What a step's sandbox sources before it sets them."""
 _GIVE_BACK = "".join(
     f'unset {name}\nif [ "${{MEGAFLOW_ITS_{name}+x}}" ]; then export {name}="$MEGAFLOW_ITS_{name}"; fi\n'
     f"unset MEGAFLOW_ITS_{name}\n"
-    for name in _ANY_SANDBOXS
+    for name in _SET_BY_SANDBOXES
 )
 
 _PROLOGUE = f"""\
