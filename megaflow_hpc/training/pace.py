@@ -93,7 +93,8 @@ class Pace:
         bound = self._config.mode.bound
         if bound is None:
             return 0
-        counted_on = sum(len(batch.tasks) for number in range(step, self._added) if (batch := self.batch(number)))
+        later = [number for number in self._files.numbers(Batch) if number >= step]
+        counted_on = sum(len(batch.tasks) for number in later if (batch := self.batch(number)))
         late = sum(version - group.oldest >= bound for group in complete)
         return min(late, open_groups - counted_on)  # none that a later step waits for
 
