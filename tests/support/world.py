@@ -29,6 +29,7 @@ from megaflow_hpc.pod.master.settings import Walltime
 from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling import stragglers
+from megaflow_hpc.pod.worker import MASTER_LOST_S
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import Rollout
@@ -53,6 +54,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     said = json.loads((run.path / "world.json").read_text())
     ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
+    hangs_s = said.pop("hangs_s", run_io_thread.LOOP_HANGS_S)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
     drain = said.pop("drain", None)
@@ -64,8 +66,8 @@ def lead(run: RunDir, comm: Comm) -> str:
         pod.drain_file = run.path / "drain"
         pod.drain_file.unlink(missing_ok=True)
         threading.Timer(drain["whole_s"], write_atomic, (pod.drain_file, drain["word"])).start()
+    run_io_thread.LOOP_HANGS_S = 1.0 if hangs else hangs_s
     if hangs:
-        run_io_thread.LOOP_HANGS_S = 1.0
         pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)
         pod.drain_file = drain_file(run)
     if open_s is not None:
@@ -158,8 +160,8 @@ class Player:
 
 def follow(comm: MpiComm, run: RunDir) -> None:
     player, backoff = Player(comm.rank, run), Backoff()
-    beaten = time.monotonic()
-    while True:
+    beaten = heard = time.monotonic()
+    while time.monotonic() - heard < MASTER_LOST_S:
         if time.monotonic() - beaten > 1.0:
             beaten = time.monotonic()
             comm.send(0, BEAT)
@@ -171,6 +173,7 @@ def follow(comm: MpiComm, run: RunDir) -> None:
             backoff.sleep()
             continue
         backoff.reset()
+        heard = time.monotonic()
         if received[1]["op"] == "stop":
             return
         for message in player.answer(received[1]):
