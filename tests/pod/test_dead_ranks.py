@@ -36,15 +36,18 @@ ENDED = ("Socket closed", "OFI poll failed")
 
 
 def start(ranks: int, module: str, place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of so many ranks, of which any may die; at its end all are gone."""
+    """Runs a program of so many ranks, of which any may die; rank 0's end, or two minutes, end all."""
     command = [*launcher(ranks), "sh", "-c", SHELL, sys.executable, "-m", module, str(place), *words]
-    try:
-        return subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
-        )
-    finally:
-        for file in place.rglob("*.pid"):
-            processes.kill(int(file.read_text()))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            until(lambda: (place / "over").exists() or process.poll() is not None, "rank 0 ends", 120)
+            for file in place.rglob("*.pid"):  # srun waits for one that is frozen, too
+                processes.kill(int(file.read_text()))
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def prepare(tmp_path: Path, tasks: list[str], **said: Any) -> RunDir:
