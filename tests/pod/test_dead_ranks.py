@@ -31,7 +31,7 @@ WAYS = {
 }
 """Each variable is for one of MPICH (with UCX), Open MPI and Intel MPI; the others pass it over."""
 MPICH = mpi_library().startswith("MPICH")
-ENDED = ("Socket closed", "OFI poll failed")
+ENDED = ("Socket closed", "OFI poll failed", "Job step aborted")
 """What the other libraries say where they end every rank with one of another host: the pod is queued again."""
 
 
