@@ -19,11 +19,11 @@ PYTHON = helper_python.NAME
 
 _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
 """Variables that a sandbox sets for its commands, whatever its image says."""
-KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export MEGAFLOW_ITS_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
+KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
 """What a step's sandbox sources before it sets them."""
 _GIVE_BACK = "".join(
-    f'unset {name}\nif [ "${{MEGAFLOW_ITS_{name}+x}}" ]; then export {name}="$MEGAFLOW_ITS_{name}"; fi\n'
-    f"unset MEGAFLOW_ITS_{name}\n"
+    f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\n'
+    f"unset _mf_its_{name}\n"
     for name in _SET_BY_SANDBOXES
 )
 
