@@ -23,13 +23,12 @@ from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.errors import ConfigError, MegaflowError
-from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.host.subordinate import all_ids
 from megaflow_hpc.tasks.releases.bugs import BugFile
 from megaflow_hpc.tasks.releases.image import build_image
 from tests.support.builds import build, unpacked
+from tests.support.namespaces import no_subordinate_ids
 from tests.support.waiting import until
 
 Built = Callable[..., Path]
@@ -591,29 +590,15 @@ def test_files_keep_their_owners_and_stages_their_links(built: Built, context: P
 
 
 @pytest.mark.slow
-def test_where_no_other_ids_are_given_owners_are_pretended(
-    rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_other_ids_are_given_owners_are_pretended(rootfs: str, tmp_path: Path) -> None:
     """Without ``newuidmap`` a namespace has uid 0 alone; ``fakeroot``, where the host has it, lets packages install."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for place in reversed(os.environ["PATH"].split(":")):
-        for name in os.listdir(place) if os.path.isdir(place) else ():
-            if name not in ("newuidmap", "newgidmap"):
-                (programs / name).unlink(missing_ok=True)
-                (programs / name).symlink_to(os.path.realpath(os.path.join(place, name)))
-    monkeypatch.setenv("PATH", str(programs))
-    all_ids.cache_clear()
-    try:
-        assert all_ids() == unshare()
+    with no_subordinate_ids(tmp_path / "bin"):
         image = build(
             tmp_path / "context",
             "FROM base\nRUN touch /a && chown www-data:www-data /a && stat -c %U /a > /who\n",
             {"base": rootfs},
         )
         assert (unpacked(image, tmp_path / "tree") / "who").read_text() == "www-data\n"
-    finally:
-        all_ids.cache_clear()
 
 
 def test_an_image_without_a_shell_can_be_copied_from(busybox_rootfs: str, tmp_path: Path) -> None:

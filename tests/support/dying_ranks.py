@@ -77,16 +77,16 @@ def follow(comm: MpiComm) -> None:
         time.sleep(0.001)
 
 
-def die(comm: MpiComm, size: int, number: signal.Signals, garbled: bool) -> None:
+def die(comm: MpiComm, size: int, how: str) -> None:
     wait(comm, "die")
-    if garbled:
+    if how == "garble":
         from mpi4py import MPI  # which MpiComm is the first to load
 
         MPI.COMM_WORLD.Isend([bytes(size), MPI.BYTE], dest=0, tag=TAG)
     else:
         comm.send(0, {"op": "result", "x": b"x" * size})
         comm.push()
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), SIGNALS[how])
 
 
 if __name__ == "__main__":
@@ -102,5 +102,5 @@ if __name__ == "__main__":
     elif comm.rank == comm.size - 1:
         follow(comm)
     else:
-        die(comm, sizes[comm.rank - 1], SIGNALS[how], how == "garble")
+        die(comm, sizes[comm.rank - 1], how)
     os._exit(0)

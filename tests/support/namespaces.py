@@ -1,4 +1,4 @@
-"""Python in a user namespace, from which something of the node is taken away."""
+"""What is as on a node that lacks something: user namespaces from which it is taken, and subordinate ids."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.host.apptainer import unshare
+from megaflow_hpc.host.subordinate import all_ids
 
 CLOSED = "{ [ ! -e /dev/fuse ] || mount --bind /etc/shadow /dev/fuse; }"
 """For :func:`restricted`: nobody but root opens FUSE's device."""
@@ -28,3 +36,22 @@ def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedP
 def fuse_overlay(device: str = "/dev/fuse") -> bool:
     """Whether Apptainer can take fuse-overlayfs where the kernel gives no overlay: installed, and FUSE open."""
     return shutil.which("fuse-overlayfs") is not None and os.access(device, os.R_OK | os.W_OK)
+
+
+@contextmanager
+def no_subordinate_ids(programs: Path, *lacking: str) -> Iterator[None]:
+    """Takes ``newuidmap``, ``newgidmap`` and what else is named from PATH, which becomes the folder ``programs``."""
+    programs.mkdir()
+    for place in reversed(os.environ["PATH"].split(":")):
+        for name in os.listdir(place) if os.path.isdir(place) else ():
+            if name not in ("newuidmap", "newgidmap", *lacking):
+                (programs / name).unlink(missing_ok=True)
+                (programs / name).symlink_to(os.path.realpath(os.path.join(place, name)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(programs))
+        all_ids.cache_clear()
+        try:
+            assert all_ids() == unshare()
+            yield
+        finally:
+            all_ids.cache_clear()

@@ -38,6 +38,17 @@ def alternating(rollout: Rollout) -> float:
     return float(rollout.sample_index % 2)
 
 
+def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[Plan]:
+    """Takes steps, while one group has begun with the first version and does not end, until there is none to take."""
+    pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))
+    seen, parameters = list[Plan](), START
+    while (plan := flow._try(len(seen) + 1)) is not None:
+        seen.append(plan)
+        parameters = step_through(flow, Step(flow, plan), parameters)
+        pods.work(only=lambda r: r.group_id != slow)
+    return seen
+
+
 def watched(run: RunDir, pods: Pods) -> Dataflow:
     """A dataflow whose pods are at work whenever it has asked for something."""
     flow = Dataflow(run, say=lambda text: None)
@@ -112,16 +123,11 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
     training = {"mode": {"kind": "bounded", "staleness": 4}, "batch": {"tasks": 2}, "steps": 12}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
-    flow, parameters = Dataflow(run, say=lambda text: None), START
+    flow = Dataflow(run, say=lambda text: None)
     flow._enter()
     flow._ask()
     slow = next(r.group_id for block in read_blocks(run) for r in block.rollouts)
-    pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))  # begun with the first version, not ended
-    seen: list[Plan] = []
-    while (plan := flow._try(len(seen) + 1)) is not None:
-        seen.append(plan)
-        parameters = step_through(flow, Step(flow, plan), parameters)
-        pods.work(only=lambda r: r.group_id != slow)
+    seen = steps_without(flow, pods, slow)
     assert len(seen) == 4  # the fifth would leave it behind
     assert not any(rollout.group == slow for plan in seen for rollout in plan.rollouts)
     pods.work()
@@ -566,16 +572,11 @@ def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_ol
     training = {"mode": {"kind": "bounded", "staleness": 2}, "batch": {"tasks": 2}, "steps": 9}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
-    flow, parameters = Dataflow(run, say=lambda text: None), START
+    flow = Dataflow(run, say=lambda text: None)
     flow.add(["task-0"], token="slow")
     (slow,) = _groups(run, ADDED)
     flow._ask()
-    pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))  # begun with the first version, not ended
-    seen: list[Plan] = []
-    while (plan := flow._try(len(seen) + 1)) is not None:
-        seen.append(plan)
-        parameters = step_through(flow, Step(flow, plan), parameters)
-        pods.work(only=lambda r: r.group_id != slow)
+    seen = steps_without(flow, pods, slow)
     assert len(seen) == 2  # the third would leave it behind
     flow.leave()
     flow = Dataflow(run, say=lambda text: None)  # a later start knows that as well

@@ -22,8 +22,7 @@ _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
 KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
 """What a step's sandbox sources before it sets them."""
 _GIVE_BACK = "".join(
-    f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\n'
-    f"unset _mf_its_{name}\n"
+    f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\nunset _mf_its_{name}\n'
     for name in _SET_BY_SANDBOXES
 )
 

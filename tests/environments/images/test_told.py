@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.host.apptainer import unshare
-from megaflow_hpc.host.subordinate import all_ids
 from tests.support.builds import unpacked
+from tests.support.namespaces import no_subordinate_ids
 
 TOLD = ": other than in Docker: "
 NO_OWNERS = ": no subordinate ids here (/etc/subuid): while steps run, every file is root's"
@@ -49,26 +47,12 @@ def test_names_of_hosts_that_a_step_changed_are_told(
     assert said == ["3: /etc/hosts was changed, which is read-only there"]
 
 
-def test_that_no_other_owners_can_be_had_is_told_once(
-    busybox_rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for place in reversed(os.environ["PATH"].split(":")):
-        for name in os.listdir(place) if os.path.isdir(place) else ():
-            if name not in ("newuidmap", "newgidmap", "fakeroot"):
-                (programs / name).unlink(missing_ok=True)
-                (programs / name).symlink_to(os.path.realpath(os.path.join(place, name)))
+def test_that_no_other_owners_can_be_had_is_told_once(busybox_rootfs: str, tmp_path: Path) -> None:
     text = "COPY --chown=7:8 own /file\nRUN stat -c %u:%g /file >/owner\nRUN touch /more\n"
     assert told(tmp_path, busybox_rootfs, text)[0] == []
-    monkeypatch.setenv("PATH", str(programs))
-    all_ids.cache_clear()
-    try:
-        assert all_ids() == unshare()
+    with no_subordinate_ids(tmp_path / "bin", "fakeroot"):
         said, image = told(tmp_path, busybox_rootfs, text.replace("more", "others"))
         assert said == ["4" + NO_OWNERS]  # the steps before were made with owners
         said, image = told(tmp_path, busybox_rootfs, text.replace("%u:%g", "%u.%g"))
         assert said == ["3" + NO_OWNERS]
-    finally:
-        all_ids.cache_clear()
     assert (unpacked(image, tmp_path / "tree") / "owner").read_text() == "0.0\n"
