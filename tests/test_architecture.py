@@ -63,7 +63,7 @@ DOORS: dict[str, str] = {
     "model/engines": "model",
     "model/engines/scripted": "model",
     "model/gateway": "model model/gateway/dialects",
-    "model/gateway/dialects": "model/gateway",
+    "model/gateway/dialects": "model model/gateway",
     "model/server": "model model/engines rundir ledger",
     "agents": "tasks environments/sandbox",
     # Trajectories are read without anything that made them; a trainer reads trajectories.

@@ -38,9 +38,13 @@ _ITEMS = 256
 _EVERY = 4
 """Windows between two pauses."""
 _HIGH = re.compile(rb"\\u[dD][89abAB]..")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _BETWEEN = re.compile(rb"[][{},:]")
 _DENSE = 64 * 2**10
-"""Bytes of a document from which on it is looked at whether it is of brackets above all."""
+"""Bytes of a document from which on its arrays and objects are counted."""
+_OBJECT = 512
+_QUOTES = 50_000
+"""Quotes of a document from which on what lies between them is not looked at."""
 
 
 class Bounds(NamedTuple):
@@ -60,11 +64,19 @@ ANSWER = Bounds(1_000_000, 4_000_000, 48 * 2**20)
 
 
 def effort(raw: bytes | bytearray) -> int:
-    """Returns of how many bytes a document is, by the time that it takes: one of small arrays takes twenty times it."""
+    """Returns of how many bytes of text a document is, by the time that it takes to decode it and deal with it.
+
+    An array or object, such as a message or a part of one, takes as long as :data:`_OBJECT` bytes.
+    """
     if not _DENSE <= len(raw) <= ASIDE:
         return len(raw)
-    brackets = raw.count(b"[") + raw.count(b"{")
-    return len(raw) + (20 * len(raw) if 8 * brackets > len(raw) else 0)
+    if raw.count(b'"') > _QUOTES:
+        return len(raw) + _OBJECT * _QUOTES
+    if _OBJECT * (raw.count(b"[") + raw.count(b"{")) <= ASIDE:
+        return len(raw)
+    hidden = bytes(raw).replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    outside = b"".join(hidden.split(b'"')[::2])
+    return len(raw) + _OBJECT * (outside.count(b"[") + outside.count(b"{"))
 
 
 def parsed(raw: bytes | bytearray) -> Any:
@@ -122,6 +134,19 @@ def check_values(raw: bytes | bytearray) -> None:
     if len(raw) > LARGE:
         for _ in _long_texts(raw, REQUEST):
             pass
+
+
+def brackets(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
+    """Yields the brackets of a JSON text, some kilobytes of it at a time, with the number of commas among them.
+
+    Those in texts are left out. What is no JSON has them as a decoder sees them up to its mistake.
+    """
+    inside = 0
+    for _, _, hidden in _windows(raw, 0, len(raw)):
+        parts = hidden.split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside ^= (len(parts) - 1) & 1
+        yield outside.translate(None, _NO_BRACKETS), outside.count(b",")
 
 
 def encoded(value: Any, *, sort_keys: bool = False) -> list[bytes]:

@@ -219,6 +219,7 @@ class _Exchange(asyncio.Protocol):
         answer, self._answer, self._broken = self._answer, None, error
         if answer is not None and not answer.done():
             answer.set_exception(error)
+            answer.exception()  # it is no news that nobody was told of if the agent left while it was asked
         self.close()
 
 

@@ -26,6 +26,9 @@ MAX_BODY = 64 * 2**20
 MAX_UNTOLD = 8 * 2**20
 """Bytes of one whose length is not told beforehand, or that is compressed."""
 
+FIELDS = 1000
+"""Fields of one request."""
+
 
 class CallError(Exception):
     """Ends a call with an error in the agent's dialect.
@@ -113,6 +116,8 @@ async def read_object(request: web.BaseRequest, most: int) -> tuple[dict[str, An
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
         raise CallError(400, "the request's body: expected a JSON object")
+    if len(body) > FIELDS:
+        raise CallError(400, f"the request's body: {len(body)} fields; {FIELDS} are allowed")
     return body, size
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from megaflow_hpc.model.json_text import LARGE, encoded
+from megaflow_hpc.model.json_text import LARGE, decoded, encoded
 from megaflow_hpc.texts import containers_at
 
 RAW_ARGUMENT = "input"
@@ -25,6 +25,8 @@ def original(answers: Answers, message: Mapping[str, Any], position: int) -> Map
 
     Of several, the one with the same call ids and then the one at this position among the messages is preferred.
     """
+    if not answers:
+        return message
     ids = call_ids(message)
     known = answers.get(meaning(message)) or [
         found for found in answers.get(ids, ()) if ids and _completes(message, found[1])
@@ -65,7 +67,7 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def meaning(message: Mapping[str, Any]) -> str:
-    """Returns a canonical text of an OpenAI message, without reasoning and the ids of tool calls."""
+    """Returns a digest of what an OpenAI message says, without reasoning and the ids of tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text") or "") for part in content)
@@ -74,7 +76,10 @@ def meaning(message: Mapping[str, Any]) -> str:
         for call in message.get("tool_calls") or ()
     ]
     stripped = content.strip() if isinstance(content, str) else content
-    return json.dumps([message.get("role"), stripped, calls], sort_keys=True)
+    found = hashlib.blake2b(digest_size=16)
+    for part in encoded([message.get("role"), stripped, calls], sort_keys=True):
+        found.update(part)
+    return found.hexdigest()
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
@@ -85,7 +90,8 @@ def arguments_of(text: Any) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        large = isinstance(text, str) and len(text) > LARGE
+        found = decoded(text.encode("utf-8", "surrogatepass")) if large else json.loads(text)
     except (TypeError, ValueError, RecursionError):
         found = None
     deep = isinstance(text, str) and text.count("[") + text.count("{") > DEPTH and containers_at(found, DEPTH)

@@ -199,7 +199,7 @@ async def count(call: Call) -> int:
 async def _continued(call: Call, rendered: array[int]) -> array[int]:
     """Returns ``rendered`` with the rollout's own earlier answers as they were sampled; itself where none is known."""
     messages = call.body.get("messages") or ()
-    found = call.recorder.tip(rendered, messages, call.policy)
+    found = await aside(call.size, call.recorder.tip, rendered, messages, call.policy)
     if found is None:
         return rendered
     sequence, tip = found

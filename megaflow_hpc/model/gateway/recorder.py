@@ -266,7 +266,7 @@ class Recorder:
         recording = Recording(sequences, turns, calls=calls, **others)
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
         answers = {
-            policy: {key: [(place, answer) for place, answer in found] for key, found in known.items()}
+            policy: {_key(key, found): [(place, answer) for place, answer in found] for key, found in known.items()}
             for policy, known in state["answers"].items()
         }
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips, answers)
@@ -282,6 +282,12 @@ class Recorder:
                 answers.setdefault(key, []).append((len(messages), dict(answer)))
         if policy == self.policy and len(conversation) >= len(self.recording.messages):
             self.recording.messages = conversation
+
+
+def _key(key: str, found: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """Returns the key of some answers; older software wrote another where it is their meaning."""
+    answer = found[0][1]
+    return key if key == call_ids(answer) else meaning(answer)
 
 
 def _call(sample: Sample, asked: str) -> dict[str, Any]:

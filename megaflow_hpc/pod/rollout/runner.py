@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -171,4 +172,5 @@ async def _main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported is not looked through at every large request
     asyncio.run(_main(int(sys.argv[1])))

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from megaflow_hpc.model.gateway.dialects.base import BadRequest, expect_list, expect_object, expect_text
+from megaflow_hpc.model.json_text import LARGE, brackets
 from megaflow_hpc.texts import containers_at
 
 Check = Callable[[Any, str], Any]
@@ -27,10 +28,8 @@ PATTERN_LENGTH, PATTERN_COUNT, PATTERN_GROUPS = 512, 1000, 100
 """Of a regular expression that an engine compiles: characters, largest ``{count}``, product of counts of groups."""
 SCHEMA_COUNT = 100_000
 """Largest ``maxLength``, ``minItems`` and the like."""
-ARGUMENTS_LENGTH, ARGUMENTS_BRACKETS = 2**22, 10_000
-"""Of a tool call's arguments: characters, and objects and lists."""
-_OTHERS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[^"\[\]{}]++', re.DOTALL)
-"""Everything in JSON that is no bracket, strings with the brackets in them included."""
+ARGUMENTS_LENGTH, ARGUMENTS_BRACKETS, ARGUMENTS_VALUES = 2**22, 10_000, 100_000
+"""Of a tool call's arguments: characters, objects and lists, and values."""
 _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
 
@@ -218,12 +217,32 @@ def shallow(value: Any, field: str) -> None:
 def bounded(value: Any, field: str, most: int) -> None:
     """Raises :class:`BadRequest` if ``value`` as JSON is longer than ``most`` bytes or too deep."""
     shallow(value, field)
-    try:
-        encoded = orjson.dumps(value)
-    except TypeError:  # half a surrogate pair
-        encoded = json.dumps(value).encode()
-    if len(encoded) > most:
-        raise BadRequest(f"{field}: {len(encoded)} bytes of JSON; {most} are allowed")
+    values, characters = _weight(value, most // 2, most)
+    if 2 * values + characters <= most:  # else what is longer in any case is not encoded to see how long it is
+        try:
+            encoded = orjson.dumps(value)
+        except TypeError:  # half a surrogate pair
+            encoded = json.dumps(value).encode()
+        if len(encoded) <= most:
+            return
+    raise BadRequest(f"{field}: more than the {most} bytes of JSON that are allowed")
+
+
+def _weight(value: Any, values: int, characters: int) -> tuple[int, int]:
+    """Returns how many values are in a value, and characters in its texts; no more is looked at than is asked about."""
+    rest, found, length = [value], 0, 0
+    while rest and found <= values and length <= characters:
+        item = rest.pop()
+        if isinstance(item, str):
+            length += len(item)
+        elif isinstance(item, list):
+            found += len(item)
+            rest += item
+        elif isinstance(item, Mapping):
+            found += len(item)
+            length += sum(map(len, item))
+            rest += item.values()
+    return found, length
 
 
 def too_deep(value: Any) -> bool:
@@ -235,12 +254,27 @@ def arguments(value: Any, field: str) -> str:
     """Passes a tool call's arguments, which an engine decodes; they need not be JSON, since a model wrote them."""
     if len(expect_text(value, field)) > ARGUMENTS_LENGTH:
         raise BadRequest(f"{field}: {len(value)} characters; {ARGUMENTS_LENGTH} are allowed")
-    brackets = value.count("[") + value.count("{")
-    if brackets > NESTING and (_too_many(value) if brackets > ARGUMENTS_BRACKETS else _decodes_deep(value)):
-        raise BadRequest(
-            f"{field}: nested deeper than {NESTING} levels, or over {ARGUMENTS_BRACKETS} objects and lists"
-        )
+    opened = deepest = found = values = 0
+    for part, commas in brackets(value.encode("utf-8", "surrogatepass")):
+        values += commas
+        for bracket in part:
+            opened += 1 if bracket in b"[{" else -1
+            found += bracket in b"[{"
+            deepest = max(deepest, opened)
+        if found > ARGUMENTS_BRACKETS or values > ARGUMENTS_VALUES:
+            raise BadRequest(f"{field}: over {ARGUMENTS_BRACKETS} objects and lists, or {ARGUMENTS_VALUES} values")
+    if deepest > NESTING and (len(value) > LARGE or _decodes_deep(value)):
+        raise BadRequest(f"{field}: nested deeper than {NESTING} levels")
     return str(value)
+
+
+def written_arguments(value: Any, field: str) -> str:
+    """Returns the arguments of a tool call that an agent hands back as values, as JSON."""
+    shallow(value, field)
+    values, characters = _weight(value, ARGUMENTS_VALUES, ARGUMENTS_LENGTH)
+    if values > ARGUMENTS_VALUES or characters > ARGUMENTS_LENGTH:
+        raise BadRequest(f"{field}: over {ARGUMENTS_VALUES} values, or {ARGUMENTS_LENGTH} characters")
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _decodes_deep(encoded: str) -> bool:
@@ -254,11 +288,6 @@ def _decodes_deep(encoded: str) -> bool:
         return True
     except ValueError:
         return False  # an engine's decoder ends at the mistake too
-
-
-def _too_many(encoded: str) -> bool:
-    brackets = _OTHERS.sub("", encoded)
-    return len(brackets) > 2 * ARGUMENTS_BRACKETS or _decodes_deep(encoded)
 
 
 def _pattern(pattern: str, field: str) -> None:

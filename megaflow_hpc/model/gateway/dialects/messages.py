@@ -30,7 +30,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
     reasoning_of,
     text_part,
 )
-from megaflow_hpc.model.gateway.dialects.checks import shallow
+from megaflow_hpc.model.gateway.dialects.checks import written_arguments
 from megaflow_hpc.model.gateway.dialects.options import MESSAGES, allowed
 from megaflow_hpc.model.gateway.meaning import arguments_of
 
@@ -145,8 +145,7 @@ def _assistant(blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
             thoughts.append(expect_text(block.get("thinking") or "", f"{here}.thinking"))
         elif kind == "tool_use":
             given = block.get("input") or {}
-            shallow(given, f"{here}.input")
-            arguments = json.dumps(given, ensure_ascii=False)
+            arguments = written_arguments(given, f"{here}.input")
             function = {"name": expect_text(block.get("name"), f"{here}.name"), "arguments": arguments}
             calls.append({"id": block.get("id") or "", "type": "function", "function": function})
         elif kind != "redacted_thinking":

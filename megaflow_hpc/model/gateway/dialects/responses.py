@@ -15,7 +15,6 @@ previous_response_id, conversation, background refused: the whole input is to be
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,6 +33,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
     text_part,
 )
 from megaflow_hpc.model.gateway.dialects.chat import error
+from megaflow_hpc.model.gateway.dialects.checks import written_arguments
 from megaflow_hpc.model.gateway.dialects.options import RESPONSES, allowed
 from megaflow_hpc.model.gateway.meaning import RAW_ARGUMENT, arguments_of
 
@@ -129,7 +129,7 @@ def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
 def _call(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     name = expect_text(item.get("name"), f"{where}.name")
     if kind == "custom_tool_call":
-        arguments = json.dumps({RAW_ARGUMENT: item.get("input") or ""}, ensure_ascii=False)
+        arguments = written_arguments({RAW_ARGUMENT: item.get("input") or ""}, where)
     else:
         arguments = expect_text(item.get("arguments"), f"{where}.arguments")
     name = f"{item['namespace']}__{name}" if item.get("namespace") else name
