@@ -6,6 +6,7 @@ import hashlib
 
 from megaflow_hpc.campaign.overview import stored
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
@@ -40,7 +41,7 @@ class Edits:
         try:
             status = file.stat()
             if (status.st_mtime_ns, status.st_size) != self._seen:
-                self._edited = digest(file.read_bytes()) != self._planned.source
+                self._edited = digest(read_regular(file)) != self._planned.source
                 self._seen = status.st_mtime_ns, status.st_size
         except OSError:
             return []

@@ -34,6 +34,7 @@ from megaflow_hpc.environments.images.resolve import Images, is_built
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import printable
 
@@ -142,7 +143,7 @@ class Batch:
             SiteError: it cannot be read.
         """
         try:
-            content = msgspec.json.decode((path / "batch.json").read_bytes(), type=_Content)
+            content = msgspec.json.decode(read_regular(path / "batch.json"), type=_Content)
         except (OSError, ValueError) as error:
             raise SiteError(f"{path}: no batch of images ({error}); run images build again") from None
         wanted = [
@@ -170,7 +171,7 @@ class Batch:
 
     @staticmethod
     def _result(path: Path) -> Result:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
+        return msgspec.json.decode(read_regular(path), type=Result)
 
     def record(self, number: int, result: Result) -> None:
         """Writes down how an image ended."""

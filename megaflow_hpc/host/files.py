@@ -1,4 +1,4 @@
-"""Trees of files: removed however hostile, and copied in."""
+"""Files that others may have put there: opened only if they are files, and trees of them removed and copied in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,56 @@ import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from megaflow_hpc.errors import SandboxError
+
+LARGEST = 256 * 2**20
+"""Bytes of a file that is read whole; none that this package writes for that is nearly as long."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file for reading, unbuffered positions aside as :func:`open` does, if it is one.
+
+    Raises:
+        OSError: it cannot be opened, or is a FIFO, a socket, a device or a directory, on which a reader might wait for
+            ever.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # a file that a file server has lent to somebody, who is asked for it
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise
+        descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
+    """Returns the bytes of a file; raises as :func:`open_regular` does, also if they are more than ``most``."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+            return data
+    raise OSError(errno.EFBIG, f"more than {most} bytes", os.fspath(path))
+
+
+def behind_hole(file: BinaryIO, offset: int) -> int:
+    """Returns where at or behind ``offset`` something was written; the end of the file where nothing was.
+
+    A hole of any length takes no room on a disk, and reading it as long as if it did.
+    """
+    try:
+        return os.lseek(file.fileno(), offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return max(offset, os.fstat(file.fileno()).st_size)
 
 
 def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:

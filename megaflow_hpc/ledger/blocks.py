@@ -16,6 +16,7 @@ from itertools import groupby, pairwise
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger.adding import add
 from megaflow_hpc.ledger.calls import Link
 from megaflow_hpc.ledger.files import Files, passing
@@ -153,7 +154,7 @@ def read_block(run: RunDir, number: int) -> Block:
         OSError: the run directory is away.
     """
     try:
-        content = json.loads(run.block(number).read_text())
+        content = json.loads(read_regular(run.block(number)))
         return Block(number, tuple(Rollout(**rollout) for rollout in content["rollouts"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, OSError) and passing(error):

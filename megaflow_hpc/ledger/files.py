@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
 from megaflow_hpc.host.atomic import file_mode, make_directory, to_json, write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -142,7 +143,7 @@ class Files:
 
     def _read(self, call: Read) -> dict[str, Any] | None:
         try:
-            content = json.loads((self._root / call.path).read_bytes())
+            content = json.loads(read_regular(self._root / call.path))
         except FileNotFoundError:
             return None
         if not isinstance(content, dict):

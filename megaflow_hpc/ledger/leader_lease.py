@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 SCALER = "scaler"
@@ -45,7 +46,7 @@ class LeaderLease:
     def holder(self) -> str:
         """Returns the leader's name, empty where nobody leads. One found at the first look counts until it is stale."""
         try:
-            self.report = json.loads(self._file.read_text())
+            self.report = json.loads(read_regular(self._file))
             seen = (str(self.report["holder"]), int(self.report["count"]))
         except (OSError, ValueError, KeyError, TypeError):
             self.report, seen = {}, ("", 0)

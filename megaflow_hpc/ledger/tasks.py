@@ -30,6 +30,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import new_file, write_atomic
+from megaflow_hpc.host.files import open_regular, read_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PackedTasks, RunRecord, decode
 
@@ -179,7 +180,7 @@ class TaskFile(Mapping[str, PlannedTask]):
 
     def _lines(self) -> Iterator[bytes]:
         self._open()
-        with open(self._run.packed_tasks, "rb") as file:
+        with open_regular(self._run.packed_tasks) as file:
             yield from file
 
     def _line(self, offset: int, length: int) -> _Line:
@@ -200,7 +201,8 @@ class TaskFile(Mapping[str, PlannedTask]):
         """Returns the descriptor of the file, which is opened once. Raises OSError."""
         if self._file < 0:
             try:
-                file = os.open(self._run.packed_tasks, os.O_RDONLY | os.O_CLOEXEC)
+                with open_regular(self._run.packed_tasks) as opened:
+                    file = os.dup(opened.fileno())
             except FileNotFoundError:
                 raise self._damaged("it is gone") from None
             self._file = file
@@ -218,7 +220,7 @@ class TaskFile(Mapping[str, PlannedTask]):
         if self._index is None:
             self._open()
             try:
-                data = self._run.tasks_index.read_bytes()
+                data = read_regular(self._run.tasks_index)
             except FileNotFoundError:
                 data = b""
             self._index = _unpacked(data, self._packed) or self._counted()

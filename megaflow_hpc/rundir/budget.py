@@ -23,6 +23,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.files import open_regular, read_regular
 from megaflow_hpc.rundir.events import ProgressEvent, decode
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -110,7 +111,7 @@ class CampaignBudget:
 def _of_events(file: Path) -> dict[str, float]:
     """Returns the first time and the last progress of an event file; a pod that has not written yet begins now."""
     said = {"began_at": time.time(), "core_s": 0.0}
-    with suppress(OSError), open(file, "rb") as lines:
+    with suppress(OSError), open_regular(file) as lines:
         first = decode(lines.readline())
         said["began_at"] = said["began_at"] if first is None else first.t
         lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL))
@@ -166,7 +167,7 @@ def held_before(file: Path) -> float:
 
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except FileNotFoundError:
         return b""
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class EndpointFiles:
             OSError, ValueError: A key cannot be read.
         """
         paths = sorted(self._folder.glob(".pool.*.key"))
-        return [msgspec.json.decode(path.read_bytes(), type=PoolMembership) for path in paths]
+        return [msgspec.json.decode(read_regular(path), type=PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
         """Publishes a heartbeat of a server, which thereby is neither loading nor starting any more."""
@@ -239,6 +240,6 @@ class EndpointFiles:
 def read(path: Path, kind: type[T]) -> T | None:
     """Reads one file; ``None`` where it was just withdrawn, or is damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_regular(path), type=kind)
     except (OSError, ValueError, RecursionError):
         return None

@@ -27,6 +27,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic, write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.host.process import user_name
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership, read
 from megaflow_hpc.rundir.layout import RunDir
@@ -94,7 +95,7 @@ class EnginePool:
             ConfigError: It is no pool, or this user may not use it.
         """
         try:
-            return dict(json.loads((self.path / "about.json").read_text())["policies"])
+            return dict(json.loads(read_regular(self.path / "about.json"))["policies"])
         except (OSError, ValueError, KeyError) as error:
             why = getattr(error, "strerror", None) or "it is damaged"
             raise ConfigError(

@@ -23,11 +23,14 @@ import msgspec
 
 from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.host.files import behind_hole, open_regular
 
 FORMAT_VERSION = 1
 """Stands in the first line of a file; absent in those of the first releases, which are of version 1 too."""
 ERROR_CHARS = 300
 """Characters of an error that an event carries; the trajectory has all of it."""
+PIECE = 16 << 20
+"""Bytes of an event file that are read at once; a line without an end for as long is none of a pod."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -274,14 +277,11 @@ class EventReader(Generic[T]):
                 self._offsets[path], first = self._begin(path)
             offset = self._offsets.get(path, 0)
             try:
-                data = self._appended(path, offset)
+                lines, self._offsets[path] = self._appended(path, offset)
             except OSError:
                 if first:
                     yield path.stem, [*first]
                 continue  # a file system that is away for a moment
-            end = data.rfind(b"\n") + 1
-            self._offsets[path] = offset + end
-            lines = data[:end].splitlines()
             if lines and _LAST.search(lines[-1]):
                 self._ended.add(path)
                 if file := self._open.pop(path, None):
@@ -289,18 +289,28 @@ class EventReader(Generic[T]):
             decoded = (decode(line) for line in lines if self._mark in line and self._about in line)
             yield path.stem, [*first, *(event for event in decoded if event is not None)]
 
-    def _appended(self, path: Path, offset: int) -> bytes:
+    def _appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
+        """Returns the whole lines behind ``offset``, and where they end."""
         file = self._open.pop(path, None)
         if file is None:
             if offset and path.stat().st_size <= offset:
-                return b""
-            file = open(path, "rb")  # noqa: SIM115
+                return [], offset
+            file = open_regular(path)
+        lines: list[bytes] = []
         try:
             file.seek(offset)
-            data = file.read()
+            while data := file.read(PIECE):
+                end = data.rfind(b"\n") + 1
+                lines += data[:end].splitlines()
+                offset += end
+                if len(data) < PIECE:
+                    break
+                if not end:  # a hole that a crash has left, or what no pod has written
+                    offset = max(offset + PIECE, behind_hole(file, offset))
+                file.seek(offset)
             if len(self._open) < self._most_open:
                 self._open[path] = file
-            return data
+            return lines, offset
         finally:
             if path not in self._open:  # one that could not be read is opened afresh: its handle may be stale
                 file.close()

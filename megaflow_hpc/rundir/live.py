@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from megaflow_hpc.host.atomic import make_directory, write_atomic
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import open_regular, remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 
 RENEW_S = 10.0
@@ -220,7 +220,7 @@ def _text(text: str) -> str:
 def _read(path: Path, kind: type[T]) -> T | None:
     """Reads one file; ``None`` where there is none, or it is damaged or too large."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             data = file.read(_MOST_BYTES + 1)
         return msgspec.json.decode(data, type=kind) if len(data) <= _MOST_BYTES else None
     except (OSError, ValueError, RecursionError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -140,7 +141,7 @@ def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:
     Raises:
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         end = start = file.seek(0, os.SEEK_END)
         pieces: list[bytes] = []
         while start > max(0, end - most) and sum(piece.count(b"\n") for piece in pieces) <= lines:
@@ -183,7 +184,7 @@ class GrowingLog:
     def read(self) -> list[str]:
         """Returns the lines that were completed since the last call, of a piece; none where there is nothing new."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
                     self.offset, self._rest = 0, b""
                 while True:
@@ -192,6 +193,8 @@ class GrowingLog:
                     self.offset += len(data)
                     *lines, rest = (self._rest + data).split(b"\n")
                     self._rest = rest[: LINE + 1]  # of a line without an end, what will be shown
+                    if not lines and len(data) == PIECE:
+                        self.offset = behind_hole(file, self.offset)
                     if lines or len(data) < PIECE:
                         return [_text(line) for line in lines]
         except OSError:  # a file system that is away for a moment

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 FINISHED = "ledger/finished"
@@ -85,7 +86,7 @@ class Marks:
     def finished(self) -> bool:
         """Whether every block is done, and nobody may add some. A stat, and two listings where there is a mark."""
         try:
-            said = json.loads(self._finished.read_bytes() or b"{}")
+            said = json.loads(read_regular(self._finished) or b"{}")
         except FileNotFoundError:
             return False
         except ValueError:
@@ -118,7 +119,7 @@ class Marks:
     def closed(self) -> list[str]:
         """The consumers of a campaign that was cancelled."""
         try:
-            return [str(consumer) for consumer in json.loads(self._cancelled.read_bytes())["consumers"]]
+            return [str(consumer) for consumer in json.loads(read_regular(self._cancelled))["consumers"]]
         except (FileNotFoundError, ValueError, LookupError, TypeError):  # a mark of before is empty
             return []
 
@@ -144,7 +145,7 @@ class Marks:
             if path.name in started:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                first, _, end = path.read_text(errors="replace").partition("\n")
+                first, _, end = read_regular(path).decode("utf-8", "replace").partition("\n")
                 node, status, log = first.split(" ", 2)
                 found.append(Unstarted(path.name, node, int(status), log, cause(end.splitlines())))
         return found

@@ -17,6 +17,7 @@ from megaflow_hpc.config import CampaignConfig, resolved
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 ROLES = ("pods", "servers", "trainer", "gather")
@@ -83,7 +84,7 @@ def _option(name: str) -> str:
 
 def _read(run: RunDir) -> dict[str, dict[str, Any]]:
     try:
-        return {str(role): dict(values) for role, values in json.loads(run.changed_requests.read_bytes()).items()}
+        return {str(role): dict(values) for role, values in json.loads(read_regular(run.changed_requests)).items()}
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, TypeError) as error:

@@ -15,6 +15,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.version import __version__
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 FORMAT = "megaflow-hpc/run"
 FORMAT_VERSION = 2
 """2: tasks are in a file of their own; 1 is read as well."""
+LONGEST = 2**30
+"""Bytes of ``run.json``; of version 1, it holds the tasks."""
 
 T = TypeVar("T")
 
@@ -198,13 +201,13 @@ def read_jobs(run: RunDir) -> dict[str, JobRecord]:
     found: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
         with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
-            found[path.stem] = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+            found[path.stem] = msgspec.json.decode(read_regular(path), type=JobRecord)
     return found
 
 
 def _read(run: RunDir, kind: type[T]) -> T:
     try:
-        data = run.run_json.read_bytes()
+        data = read_regular(run.run_json, LONGEST)
     except FileNotFoundError:
         raise ConfigError(
             f"{run}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.record import FORMAT
 
 DEPTH = 3
@@ -141,7 +142,7 @@ def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
             return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None
         place = path / "run.json"
         if not names.keys() >= _ROOMS:
-            with open(place, "rb") as file:
+            with open_regular(place) as file:
                 if f'"{FORMAT}"'.encode() not in file.read(_HEAD):
                     return None
         return place.stat().st_mtime_ns

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
@@ -65,7 +66,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise broken(f"is no safetensors file ({size} bytes, its header would have {length})")
@@ -100,7 +101,7 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         found |= read_header(path)
     index = folder / INDEX
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        named = set(json.loads(read_regular(index))["weight_map"].values())
     except FileNotFoundError:
         return found
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
@@ -136,7 +137,7 @@ class TrainingView:
     def last_word(self) -> LastWord | None:
         """Returns the last word on the last start that has ended; ``None`` where none has, or it cannot be read."""
         try:
-            first, _, end = (self._path / "last").read_text(errors="replace").partition("\n")
+            first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)
             return LastWord(word, node, int(status), log, cause(end.splitlines()))
         except (OSError, ValueError):
@@ -150,6 +151,6 @@ class TrainingView:
 
     def _read(self, kind: type[R], folder: str, number: int) -> R | None:
         try:
-            return msgspec.json.decode((self._path / folder / f"{number:06d}.json").read_bytes(), type=kind)
+            return msgspec.json.decode(read_regular(self._path / folder / f"{number:06d}.json"), type=kind)
         except (OSError, ValueError):
             return None

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import open_regular, read_regular, remove_tree
 from megaflow_hpc.rundir.safetensors import read_header
 from megaflow_hpc.rundir.weight_source import DELTA
 
@@ -70,8 +70,8 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
         word = _width(whole / name)
         digest = hashlib.sha256()
         with (
-            open(whole / name, "rb") as new,
-            open(base / name, "rb") as old,
+            open_regular(whole / name) as new,
+            open_regular(base / name) as old,
             open(folder / (name + SUFFIX), "wb") as to,
         ):
             while part := new.read(WORDS * word):
@@ -95,13 +95,13 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
         return whole
     staged = whole.with_name(f".{whole.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        about = json.loads((delta / DELTA).read_text())["files"]
+        about = json.loads(read_regular(delta / DELTA))["files"]
         make_directory(staged)
         for name, file in about.items():
             digest = hashlib.sha256()
             with (
-                open(delta / (name + SUFFIX), "rb") as parts,
-                open(base / name, "rb") as old,
+                open_regular(delta / (name + SUFFIX)) as parts,
+                open_regular(base / name) as old,
                 open(staged / name, "wb") as to,
             ):
                 for part in _decode(parts, old, int(file["word"])):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
@@ -86,7 +87,7 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
             "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
         )
     try:
-        rank = int(json.loads((source / ADAPTER).read_text())["r"])
+        rank = int(json.loads(read_regular(source / ADAPTER))["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{source / ADAPTER}: tells no rank 'r': {error}") from None
     if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
@@ -96,7 +97,7 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
 def base_of(folder: Path) -> int | None:
     """Returns the number of the version that a version is the difference to; ``None`` for a whole one."""
     try:
-        return int(json.loads((folder / DELTA).read_text())["base"])
+        return int(json.loads(read_regular(folder / DELTA))["base"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

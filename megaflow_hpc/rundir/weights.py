@@ -37,7 +37,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree, make_directory, write_json
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
@@ -77,7 +77,7 @@ def current(run: RunDir, policy: str) -> Version:
         OSError: the run directory cannot be read now; that says nothing of the version.
     """
     try:
-        found = json.loads(_pointer(run, policy).read_text())
+        found = json.loads(read_regular(_pointer(run, policy)))
         number = int(found["version"])
         # Earlier versions of the package wrote no ordinals.
         ordinal = int(found["ordinal"]) if "ordinal" in found else ordinals(run, policy).get(number, 0)
@@ -210,7 +210,7 @@ def _numbers(run: RunDir) -> list[int]:
 def _about(folder: Path) -> dict[str, Any] | None:
     """Returns what a version's directory says of it; ``None`` for what is no version."""
     try:
-        found = json.loads((folder / ABOUT).read_text())
+        found = json.loads(read_regular(folder / ABOUT))
         return found if isinstance(found, dict) and isinstance(found.get("policy"), str) else None
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None

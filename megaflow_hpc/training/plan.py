@@ -26,6 +26,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 
@@ -154,7 +155,7 @@ class TrainingFiles:
         """
         path = self._folder(kind) / f"{number:06d}.json"
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except FileNotFoundError:
             return None
         try:
@@ -178,7 +179,7 @@ class TrainingFiles:
 
     def digest(self, step: int) -> str:
         """Returns the SHA-256 of a plan's file, in hexadecimal."""
-        return hashlib.sha256((self._folder(Plan) / f"{step:06d}.json").read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(self._folder(Plan) / f"{step:06d}.json")).hexdigest()
 
     # --- the trainer's starts ---
 

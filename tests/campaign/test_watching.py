@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import shutil
@@ -151,19 +152,21 @@ def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaflow_hpc.cli.view.app.SLOW_S", 1.0)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which a lender is asked to give a file back
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("live")))
 
     async def scenario() -> None:
         app = WatchApp(Run(copy), every_s=0.2)
         async with app.run_test(size=(80, 24)) as pilot:
             await shows(pilot, "quick/default/0")
-            os.mkfifo(copy.path / FINISHED)  # who reads it waits, as for a file server that is away
+            lent = os.open(copy.path / FINISHED, os.O_RDWR | os.O_CREAT)
+            fcntl.fcntl(lent, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # who opens it waits, as for a file server that is away
             await shows(pilot, "the run directory has not answered for 0:0")
             await pilot.press("f")
             assert "quick" not in await shows(pilot, "failed only")
             await pilot.press("escape")
-            with open(copy.path / FINISHED, "wb"):
-                os.unlink(copy.path / FINISHED)
+            os.unlink(copy.path / FINISHED)
+            os.close(lent)
             await until_async(lambda: "not answered" not in screen(app), "it answers again")
             shutil.rmtree(copy.path)
             await shows(pilot, "is not there any more")
@@ -172,4 +175,7 @@ def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(
             await pilot.press("x", "q")
         assert not app.is_running
 
-    asyncio.run(scenario())
+    try:
+        asyncio.run(scenario())
+    finally:
+        signal.signal(signal.SIGIO, before)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaflow_hpc.host.atomic import write_atomic
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.pod.scheduling.failures import RULES
 from megaflow_hpc.rundir.events import AttemptEvent, EventReader
 from megaflow_hpc.rundir.layout import RunDir
@@ -76,7 +76,7 @@ class Histories:
             if name.startswith("."):
                 continue
             try:
-                content = json.loads((self._run.partial / name).read_bytes())
+                content = json.loads(read_regular(self._run.partial / name))
                 told = {rollout: _read(said) for rollout, said in content["rollouts"].items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 print(f"pod: {self._run.partial / name}: {error!r}; its rollouts start anew", file=sys.stderr)

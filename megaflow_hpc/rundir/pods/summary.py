@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, Event, RolloutEvent, StartEvent
 
 VERSION = 1
@@ -142,7 +143,7 @@ def write(events: Path, summary: Summary) -> int:
 def read(events: Path) -> Summary | None:
     """Returns the summary of an event file; ``None`` where none can be used."""
     try:
-        data = path_of(events).read_bytes()
+        data = read_regular(path_of(events))
         if zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
             return None
         summary = _decoder.decode(memoryview(data)[4:])

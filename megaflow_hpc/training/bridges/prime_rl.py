@@ -40,7 +40,7 @@ import numpy as np
 
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.atomic import make_directory, write_atomic, write_json
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training import microbatch
@@ -147,7 +147,7 @@ def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]
         path, data = folder / f"rank_{rank}.bin", msgspec.msgpack.encode(mine)
         if not path.exists():
             write_atomic(path, data)
-        elif path.read_bytes() != data:
+        elif read_regular(path) != data:
             raise ConfigError(
                 f"{path}: holds another step {number} than this run's; give each run an --output of its own, and go on "
                 "with the same --ranks and --tokens"
@@ -242,7 +242,7 @@ class Bridge:
 
     def _check(self, path: Path) -> None:
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_regular(path))
         except FileNotFoundError:
             found = "another trainer's"
         if found != self._note:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # type: ignore
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import file_mode, fsync, fsync_tree, make_directory, write_json
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.training.trainer.model import Policy, Ranks
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
@@ -88,7 +88,7 @@ def restore(place: Path, optimizer: Optimizer, ranks: Ranks) -> int:
     from torch.distributed import checkpoint as dcp
 
     try:
-        about = json.loads((place / ABOUT).read_text())
+        about = json.loads(read_regular(place / ABOUT))
         step, shapes = int(about["step"]), about["shapes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import open_regular, remove_tree
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for reading bytes, decompressed as its first bytes (not its name) demand."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         magic = file.read(4)
         file.seek(0)
         if magic[:2] == b"\x1f\x8b":

@@ -15,6 +15,7 @@ import h5py
 from h5py import h5pl
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.texts import parse_json
 from megaflow_hpc.trajectories.hdf5.heaps import Watched
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL
@@ -34,7 +35,7 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
     """
     path = Path(path)
     try:
-        with open(path, "rb"):
+        with open_regular(path):
             pass
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a trajectories.h5") from error

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgpack
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.ledger.files import passing
 from megaflow_hpc.trajectories.hdf5.deflate import crc32
 
@@ -208,7 +209,7 @@ def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
         OSError: the run directory does not answer; it may later.
     """
     try:
-        return open(path, "rb")
+        return open_regular(path)
     except OSError as error:
         if passing(error):
             raise
@@ -269,4 +270,6 @@ def _next_frame(file: BinaryIO, salt: bytes, position: int, size: int) -> Frame 
         if len(window) < len(MARKER):
             return None
         position += len(window) - len(MARKER) + 1
+        if not window.strip(b"\0"):
+            position = behind_hole(file, position)
     return None

@@ -26,6 +26,7 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import open_file
@@ -144,7 +145,7 @@ def shard_entries(run: RunDir, journal: Path, seals: Seals) -> list[Entry] | Non
 
 def _head(journal: Path) -> bytes:
     """Returns the journal's header, which names it: its salt is unique."""
-    with open(journal, "rb") as file:
+    with open_regular(journal) as file:
         return file.read(24)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
@@ -70,7 +71,7 @@ def load(path: Path) -> Vocabulary:
     """
     path = path / FILE if path.is_dir() else path
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
         return Vocabulary(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
     except (OSError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: no {FILE} to read token ids with ({error})") from error
