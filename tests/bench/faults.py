@@ -222,7 +222,12 @@ class Faults:
         ]
         self._freeze([daemon["pid"], *steps], held)
         site.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
-        self._after(held + 1, lambda: site.ask("scontrol", "update", f"nodename={node}", "state=resume"))
+
+        def resume() -> None:
+            with suppress(SiteError):  # its daemon, started anew meanwhile, has said that it is there
+                site.ask("scontrol", "update", f"nodename={node}", "state=resume")
+
+        self._after(held + 1, resume)
         return f"{node} with {pod}, which goes on for {held:.0f} s"
 
     def _rank_0_frozen(self) -> str | None:
