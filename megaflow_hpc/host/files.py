@@ -44,8 +44,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     """Returns the bytes of a file; raises as :func:`open_regular` does, also if they are more than ``most``."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
-            return data
+        if (size := os.fstat(file.fileno()).st_size) <= most:
+            data = file.read(size + 1)  # room is made for what is asked for, so that is not ``most``
+            while size < len(data) <= most and (more := file.read(len(data))):  # it has grown meanwhile
+                data += more
+            if len(data) <= most:
+                return data
     raise OSError(errno.EFBIG, f"more than {most} bytes", os.fspath(path))
 
 

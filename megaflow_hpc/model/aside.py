@@ -86,7 +86,13 @@ async def aside(size: int, work: Callable[..., T], *args: Any) -> T:
     queue = _queues.get(key) or _queues.setdefault(key, asyncio.Lock())
     await queue.acquire()
     done = loop.run_in_executor(_threads, _in_turn, work, args)
-    done.add_done_callback(lambda _: queue.release())  # not before: who hangs up has no second one worked on meanwhile
+
+    def ended(work: asyncio.Future[T]) -> None:
+        queue.release()  # not before: who hangs up has no second one worked on meanwhile
+        if not work.cancelled():
+            work.exception()  # which nobody may wait for any more
+
+    done.add_done_callback(ended)
     return await asyncio.shield(done)
 
 

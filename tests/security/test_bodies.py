@@ -382,6 +382,27 @@ async def test_who_hangs_up_has_no_second_body_worked_on_meanwhile() -> None:
 
 
 @in_loop
+async def test_who_hangs_up_while_what_is_no_json_is_decoded_costs_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = threading.Event()
+
+    def work() -> None:
+        gate.wait(60)
+        raise ValueError("no JSON")
+
+    task = asyncio.create_task(aside(2 * MIB, work))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    await aside(2 * MIB, int)
+    del task
+    gc.collect()
+    assert not caplog.records
+
+
+@in_loop
 async def test_who_leaves_while_a_large_request_is_written_costs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", limit=1)
     port = server.sockets[0].getsockname()[1]

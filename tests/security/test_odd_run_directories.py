@@ -169,6 +169,17 @@ def test_readers_say_what_is_no_file(tmp_path: Path) -> None:
             read_regular(path)
 
 
+def test_a_file_is_read_whole_whatever_it_says_of_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for length in (0, 1, 10, 100_000):
+        path.write_bytes(b"a" * length)
+        assert read_regular(path) == read_regular(path, length) == b"a" * length
+        if length:
+            with pytest.raises(OSError, match="more than"):
+                read_regular(path, length - 1)
+    assert read_regular("/proc/self/stat").startswith(str(os.getpid()).encode())  # its length is 0
+
+
 def test_what_stands_behind_a_hole_is_read(tmp_path: Path) -> None:
     """A crash of a file server leaves holes; what was written behind them counts."""
     path = tmp_path / "7_0.0.jsonl"
