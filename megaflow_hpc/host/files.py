@@ -19,7 +19,7 @@ LARGEST = 256 * 2**20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading, unbuffered positions aside as :func:`open` does, if it is one.
+    """Opens a file for reading its bytes, as :func:`open` does.
 
     Raises:
         OSError: it cannot be opened, or is a FIFO, a socket, a device or a directory, on which a reader might wait for
@@ -32,13 +32,10 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise
         descriptor = os.open(path, flags)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:

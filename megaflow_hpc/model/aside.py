@@ -87,10 +87,10 @@ async def aside(size: int, work: Callable[..., T], *args: Any) -> T:
     await queue.acquire()
     done = loop.run_in_executor(_threads, _in_turn, work, args)
 
-    def ended(work: asyncio.Future[T]) -> None:
+    def ended(future: asyncio.Future[T]) -> None:
         queue.release()  # not before: who hangs up has no second one worked on meanwhile
-        if not work.cancelled():
-            work.exception()  # which nobody may wait for any more
+        if not future.cancelled():
+            future.exception()  # which nobody may wait for any more
 
     done.add_done_callback(ended)
     return await asyncio.shield(done)

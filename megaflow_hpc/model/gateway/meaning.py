@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from megaflow_hpc.model.json_text import LARGE, decoded, encoded
+from megaflow_hpc.model.json_text import LARGE, decoded, encoded, packed
 from megaflow_hpc.texts import containers_at
 
 RAW_ARGUMENT = "input"
@@ -76,8 +76,11 @@ def meaning(message: Mapping[str, Any]) -> str:
         for call in message.get("tool_calls") or ()
     ]
     stripped = content.strip() if isinstance(content, str) else content
+    said = [message.get("role"), stripped, calls]
+    texts = [stripped, *(call.get("function", {}).get("arguments") for call in message.get("tool_calls") or ())]
+    large = sum(len(text) for text in texts if text) > LARGE
     found = hashlib.blake2b(digest_size=16)
-    for part in encoded([message.get("role"), stripped, calls], sort_keys=True):
+    for part in encoded(said, sort_keys=True) if large else [packed(said, sort_keys=True)]:
         found.update(part)
     return found.hexdigest()
 
