@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,25 @@ def missing():
     raise OSError("no such thing")
 
 def test_without_its_fixture(missing):
+    pass
+"""
+HUNG = """
+import asyncio, time
+
+class Raised(BaseException):
+    pass
+
+def fails():
+    raise Raised("the test's own limit, in a callback")
+
+def test_hangs():
+    async def wait():
+        loop = asyncio.get_running_loop()
+        loop.call_soon(fails)
+        await loop.create_future()
+    asyncio.run(wait())
+
+def test_after_it():
     pass
 """
 
@@ -74,6 +94,16 @@ def test_more_failures_than_allowed_are_not_run_again(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "once more" not in done.stdout
     assert " 2 failed, 1 passed in " in done.stdout.splitlines()[-1]
+
+
+def test_a_test_that_hangs_ends_its_process_and_the_others_run(tmp_path: Path) -> None:
+    done = suite(
+        tmp_path, {"test_hung.py": HUNG, "test_flaky.py": FLAKY}, "-n", "2", "--hung-after", "3", "-k", "not fails"
+    )
+    assert done.returncode == 1
+    assert "crashed while running 'test_hung.py::test_hangs'" in done.stdout
+    assert " 1 failed, 2 passed in " in done.stdout.splitlines()[-1]
+    assert re.search(r"test_hung\.py.* in test_hangs", done.stderr), "where it hung"
 
 
 def test_a_file_that_cannot_be_read_fails_the_suite(tmp_path: Path) -> None:

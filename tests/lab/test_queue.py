@@ -185,13 +185,18 @@ def test_waiting_pods_get_another_walltime_memory_and_partition(make_campaign: M
     assert done.returncode == 0, done.stderr
     assert rows(run.path) == small_rows(2)
     third = Run(run.path).job_ids("pods")[-1]
-    fields = slurm(
-        "sacct", "-nXP", "-j", f"{second},{third}", "-o", "JobIDRaw,Partition,Timelimit,Elapsed"
-    ).splitlines()
-    assert {(partition, time, elapsed != "00:00:00") for _, partition, time, elapsed in map(split, fields)} == {
-        ("away", "00:12:00", False),
-        ("cpu", "00:12:00", True),
-    }
+    told: list[list[str]] = []
+
+    def counted() -> bool:
+        """Accounting has all of both, which it learns of in pieces."""
+        words = ("sacct", "-nXP", "-j", f"{second},{third}", "-o", "JobID,Partition,Timelimit,Elapsed")
+        told[:] = [split(line) for line in slurm(*words).splitlines()]
+        return {(partition, time, elapsed != "00:00:00") for _, partition, time, elapsed in told} == {
+            ("away", "00:12:00", False),
+            ("cpu", "00:12:00", True),
+        }
+
+    assert eventually(counted, 60, every_s=1.0), told
 
 
 def split(line: str) -> list[str]:

@@ -7,13 +7,15 @@ the rest. What takes long begins first, as ``seconds.json`` beside this file kno
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +27,11 @@ LANES = 2
 SECONDS = Path(__file__).with_name("seconds.json")
 """File → seconds that its tests take, of those that take long enough to matter."""
 MATTERS_S = 5.0
+LONGEST_S = 900.0
+"""A test that is not over by then has hung: its own limit of ten minutes was swallowed, as an event loop does with what
+is raised in a callback. The process that runs it says where it is and ends, and the others go on."""
+_STDERR = os.dup(2)
+"""Standard error before pytest captures what tests print."""
 LIKELY_S = {"lab": 60.0, "engine": 30.0, "slow": 10.0}
 """By mark, of a file that ``SECONDS`` does not know."""
 
@@ -38,6 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--quick-limit", type=float, default=0, metavar="SECONDS",
         help="name passed tests that took longer: they should be marked slow",
+    )  # fmt: skip
+    group.addoption(
+        "--hung-after", type=float, default=LONGEST_S, metavar="SECONDS",
+        help="end the process in which a test takes longer than that (%(default)s)",
     )  # fmt: skip
     group.addoption(
         "--record-seconds", action="store_true", help=f"write what each file took to {SECONDS.name} (of a whole run)"
@@ -58,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (-units[_unit(item.nodeid)], _unit(item.nodeid)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends a process whose test has hung, with the stacks of its threads on standard error."""
+    faulthandler.dump_traceback_later(item.config.getoption("hung_after"), exit=True, file=_STDERR)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
@@ -65,6 +86,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Units(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return _unit(nodeid)
+
+        def remove_node(self, node: Any) -> str | None:
+            """Gives the rest of a worker's unit to others, without the test in which it ended, which would end them."""
+            left = (unit for unit in self.assigned_work[node].values())
+            ended_in = next(((unit, name) for unit in left for name, done in unit.items() if not done), None)
+            if ended_in is None:
+                super().remove_node(node)
+                return None
+            unit, name = ended_in
+            unit[name] = True
+            super().remove_node(node)
+            return str(name)
 
         def _reschedule(self, node: Any) -> None:
             """Gives a worker its next unit with its last test, which it could not begin else, and not before."""

@@ -201,12 +201,13 @@ def test_streams_are_used_again_and_nothing_of_them_is_lost(in_any_sandbox: InSa
     assert made <= 6
 
 
+@pytest.mark.parametrize("last_words", [b"", b"late"], ids=["silent", "printing"])
 @pytest.mark.parametrize("holds", ["2>/dev/null", ">/dev/null", ""])
 def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whole(
-    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, holds: str
+    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, holds: str, last_words: bytes
 ) -> None:
     """Of either stream, or of both, after its command has ended."""
-    seconds = f"{3000 + os.getpid()}.{len(holds)}"
+    seconds = f"{3000 + os.getpid()}.{len(holds)}{len(last_words)}"
     renew = StreamPair.renew
     gone: list[int] = []
     running: list[Any] = []
@@ -227,8 +228,11 @@ def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whol
     def slowly(pair: StreamPair) -> None:
         if running and all(command.pair is not pair for command in running[0]._commands.values()):
             gone.extend(holders())
-            kill()
-            while holders():
+            for stream in (0, 1):
+                if pair.held[stream]:
+                    Path(pair._paths[stream]).write_bytes(last_words)
+            while holders():  # one that was still the shell at the last look is a sleep now
+                kill()
                 time.sleep(0.001)
         renew(pair)
 

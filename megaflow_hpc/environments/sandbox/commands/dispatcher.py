@@ -12,6 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
@@ -260,12 +261,17 @@ class CommandDispatcher:
         except OSError:  # as many descriptors as this process may have; the command waits as long
             command.listening = loop.call_later(10 * _SHORT_S, self._listen, command)
             return
-        held = [stream for stream in (0, 1) if command.pair.held[stream]]  # now: the pair may go on to another command
+        held = [stream for stream in (0, 1) if command.pair.held[stream]]  # the pair may go on to another command
         for stream in held:
             loop.add_reader(command.pair.descriptors[stream], self._read_output, command, stream)
         if command.number not in self._commands:  # whoever held it may have gone before it was opened afresh
-            for stream in held:
-                self._read_output(command, stream)
+            self._read_what_is_left(command, *held)
+
+    def _read_what_is_left(self, command: RunningCommand, *streams: int) -> None:
+        for stream in streams:
+            reads = 1
+            while self._read_output(command, stream) and reads < _LEFT_OVER_READS:
+                reads += 1
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
         """One read; ``True`` if there may be more. A stream that nobody holds any more gives its reader up."""
@@ -290,10 +296,7 @@ class CommandDispatcher:
 
     def finish(self, command: RunningCommand, status: int, dead: bool = False) -> None:
         """Ends a command with its status and takes back what it used; ``dead``: its worker is gone."""
-        for stream in (0, 1):
-            for _ in range(_LEFT_OVER_READS):
-                if not self._read_output(command, stream):
-                    break
+        self._read_what_is_left(command, 0, 1)
         listened = command.listening is None
         if command.listening is not None:
             command.listening.cancel()
@@ -313,10 +316,8 @@ class CommandDispatcher:
 
     def _remove_files(self, command: RunningCommand) -> None:
         for name in command.files:
-            try:
+            with suppress(OSError):
                 os.unlink(os.path.join(self.control, name))
-            except OSError:
-                pass
 
     def kill(self, command: RunningCommand) -> asyncio.Task[None]:
         """Starts killing every process of a command; the task returned ends when the command has."""
