@@ -3,8 +3,8 @@
     cd FOLDER; python -m tests.bench.two_learning [--steps 10] [--mode bounded:1] [--lasting 10 --slots 76]
 
 FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/base``. Without Slurm. It prints each
-one's mean rewards by step, how many rollouts were trained on, twice, or by the other's trainer, and the median seconds
-from one step's commit to the next, of both. With ``--lasting`` rollouts take as long as agents that work do, in
+one's mean rewards by step, how many rollouts were trained on, twice, or by the other's trainer, and the mean seconds from
+one step's commit to the next, of both. With ``--lasting`` rollouts take as long as agents that work do, in
 proportion: each waits before it asks, with the mean in seconds and the heavy tail of ``tests.bench.pace``.
 """
 
@@ -15,7 +15,7 @@ import copy
 import json
 import os
 from pathlib import Path
-from statistics import median
+from statistics import mean
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.training.plan import Plan, TrainingFiles
@@ -60,7 +60,7 @@ def main() -> int:
     twice = len(taken) - len({rollout for _, rollout in taken})
     strange = sum(rollout.split("/")[1] != name for name, rollout in taken)
     print(f"{len(taken)} rollouts trained on, {twice} twice, {strange} by the other's trainer")
-    print(f"{median(seconds):.1f} s a step of either (median of {len(seconds)})")
+    print(f"{mean(seconds):.1f} s a step of either (mean of {len(seconds)})")
     return int(bool(twice or strange))
 
 
