@@ -12,6 +12,9 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.cli import main
+from megaflow_hpc.ledger.tasks import planned_tasks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
 from tests.support.harbor_tasks import write_solved_task
 from tests.support.steering import EVIL, harmless
 
@@ -29,19 +32,17 @@ class Quiet:
 
 
 @pytest.fixture
-def plan(tmp_path: Path, base_sif: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def plan(tmp_path: Path, rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Plans a local run of one task; returns its directory."""
     for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_SITE_FILE"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(scratch))
     monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
     write_solved_task(tmp_path / "tasks", "task0")
 
     def planned(tasks: str = "tasks/*") -> Path:
         (tmp_path / "campaign.yaml").write_text(
-            f"name: odd\ntasks: {tasks}\nagent: [oracle]\n"
-            f"environment: {{network: none, images: {{base: {base_sif}}}}}\n"
+            f"name: odd\ntasks: {tasks}\nagent: [oracle]\nenvironment: {{network: none, images: {{base: {rootfs}}}}}\n"
         )
         return Path(Campaign.from_yaml(tmp_path / "campaign.yaml").plan(launcher="local").path)
 
@@ -94,16 +95,15 @@ def test_hostile_names_of_policies_tasks_and_images_are_said_and_not_obeyed(
     monkeypatch.chdir(tmp_path)
     run = plan()
     names = [EVIL, "-e", "--image", "$(touch made)", "`touch made`", "a\nb", "../../../etc", ""]
+    task = planned_tasks(RunDir(run), read_run(RunDir(run)))["task0"].task
     change(run, lambda record: record["policies"].update(dict.fromkeys(names, record["policies"]["oracle"])))
-    for name in names:
-        wanted = [f"{name}/oracle/0", f"task0/no {name}/0", name]
-        if name in (EVIL, "--image"):  # as an image: it takes a start of a sandbox
-            change(run, lambda record, name=name: record.update(images={"base": name}))
-            wanted += [f"task0/{name}/0"]
-        for rollout in wanted:
+    for name in names:  # as a run of before has tasks and images
+        tasks = {"task0": task, name: {**task, "id": name}}
+        change(run, lambda record, n=name, t=tasks: record.update(packed=None, tasks=t, images={"base": n}))
+        for rollout in (f"task0/{name}/0", f"{name}/oracle/0", f"no {name}/{name}/0", f"task0/no {name}/0", name):
             status = main(["shell", "--command", "exit 4", "--", str(run), rollout])
             said = capsys.readouterr()
-            assert status in (2, 3), said.err
+            assert status in (1, 2, 3), said.err
             assert harmless(said.out + said.err)
             assert "Traceback" not in said.err
     assert not (tmp_path / "made").exists()
