@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,20 @@ FINAL = ("completed", "truncated", "failed", "cancelled")
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
-    """Prints ``value`` as JSON; what JSON does not know is printed as text."""
-    print(json.dumps(value, indent=indent, default=str))
+    """Prints ``value`` as JSON; what JSON does not know is printed as text, and as ``null`` what is no number."""
+    try:
+        text = json.dumps(value, indent=indent, default=str, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(value), indent=indent, default=str)
+    print(text)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(one) for key, one in value.items()}
+    return [_without_nan(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def say(text: object = "", end: str = "\n") -> None:

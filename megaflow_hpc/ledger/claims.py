@@ -34,6 +34,7 @@ from megaflow_hpc.ledger.rules import Claim, Outlook
 from megaflow_hpc.ledger.survey import SurveyingRules
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import JOB_ID
 from megaflow_hpc.types import Rollout
 
 ROOMS = ("claims", "released", "done", "leases", "gone", "hungry")
@@ -108,12 +109,16 @@ class Ledger:
         return self._files.carry_out(self._mine.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
-        """Returns identity and counter of every pod that ever registered, by ``<pod>.<start>``."""
+        """Returns identity and counter of every pod that ever registered, by ``<pod>.<start>``.
+
+        One that names as its job what is none was written by no pod, and is left out.
+        """
         found = {}
         for name in sorted(self._names(names.LEASES)):
             with contextlib.suppress(ValueError):  # being written; the next look reads it
                 lease = self._files.answer(Read(f"{names.LEASES}/{name}"))
-                if lease is not None:
+                job = lease.get("job_id") or "" if lease is not None else None
+                if isinstance(job, str) and (not job or JOB_ID.fullmatch(job)):
                     found[name] = lease
         return found
 
@@ -224,9 +229,12 @@ class Ledger:
         return {name for name in self._names(names.ADDED) if name.endswith(".0")}
 
     def rollouts_added(self, record: str) -> int:
-        """Returns how many rollouts a record of :meth:`added` is about."""
-        content = self._files.answer(Read(f"{names.ADDED}/{record}"))
-        return int(content["rollouts"]) if content else 0
+        """Returns how many rollouts a record of :meth:`added` is about; 0 of one that was damaged."""
+        with contextlib.suppress(ValueError):
+            said = (self._files.answer(Read(f"{names.ADDED}/{record}")) or {}).get("rollouts")
+            if isinstance(said, int) and 0 <= said < 1 << 53:
+                return said
+        return 0
 
     def view(self) -> View:
         """Lists which blocks are claimed, and which are done but for what they handed off."""

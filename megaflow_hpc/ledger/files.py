@@ -146,6 +146,8 @@ class Files:
             content = json.loads(read_regular(self._root / call.path))
         except FileNotFoundError:
             return None
+        except RecursionError:
+            raise ValueError(f"{self._root / call.path}: nested too deeply") from None
         if not isinstance(content, dict):
             raise ValueError(f"{self._root / call.path}: not a JSON object")
         return content

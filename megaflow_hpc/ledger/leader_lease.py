@@ -48,7 +48,7 @@ class LeaderLease:
         try:
             self.report = json.loads(read_regular(self._file))
             seen = (str(self.report["holder"]), int(self.report["count"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self.report, seen = {}, ("", 0)
         if seen != self._seen or self._changes < 0:
             self._seen, self._since = seen, self._clock()

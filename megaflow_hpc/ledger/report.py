@@ -11,6 +11,7 @@ import msgspec
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger.leader_lease import LeaderLease
+from megaflow_hpc.rundir.events import Count, Number, Time
 from megaflow_hpc.rundir.live import Asked
 
 FEW = 8
@@ -39,14 +40,14 @@ class Survey:
 class Progress(NamedTuple):
     """How far a pod is, as its lease says."""
 
-    t: float
+    t: Time
     """Seconds UTC of the pod's clock."""
-    running: int
-    queued: int
-    stored: int
-    tokens: int = 0
+    running: Count
+    queued: Count
+    stored: Count
+    tokens: Count = 0
     """Tokens that engines have sampled for it."""
-    tokens_per_s: float = 0.0
+    tokens_per_s: Number = 0.0
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -69,7 +70,7 @@ def reported(lease: LeaderLease) -> Report:
     """Returns what the leader reported at the last look; an empty report where it is of another version."""
     try:
         return msgspec.convert(lease.report, Report)
-    except msgspec.ValidationError:
+    except ValueError:  # a text of lone surrogates too
         return Report()
 
 
@@ -78,7 +79,7 @@ def progress_of(lease: dict[str, object]) -> Progress | None:
     try:
         said = {**Progress._field_defaults, **lease}  # of a version that did not say all of it
         return msgspec.convert([said[name] for name in Progress._fields], Progress)
-    except (KeyError, msgspec.ValidationError):
+    except (KeyError, ValueError):
         return None
 
 
@@ -88,5 +89,5 @@ def process_here(lease: Mapping[str, Any]) -> Identity | None:
         return None
     try:
         return Identity(int(lease["pid"]), int(lease["pid_start"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

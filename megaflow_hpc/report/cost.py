@@ -13,7 +13,7 @@ import msgspec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.usage import JobUse, Span, idled
 from megaflow_hpc.report.series import significant
-from megaflow_hpc.rundir.budget import held_before
+from megaflow_hpc.rundir.budget import held_before, measured
 from megaflow_hpc.rundir.layout import RunDir
 
 HOUR = 3600.0
@@ -174,7 +174,7 @@ def _of_reports(run: RunDir) -> Cost:
         leases = list(Ledger(run).leases().values())
     except (OSError, ValueError):
         leases = []
-    core_s = sum(float(lease.get("core_s") or 0.0) for lease in leases)
+    core_s = sum(measured(lease.get("core_s")) or 0.0 for lease in leases)
     servers = sorted(run.gpus.glob("*.json"))
     gpu_s = sum(map(held_before, servers))
     if not (core_s or gpu_s):

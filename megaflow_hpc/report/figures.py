@@ -9,7 +9,6 @@ as rollouts (errors, stragglers, jobs, points of curves) the most are kept, as c
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,4 +190,4 @@ def evaluation_of(record: RunRecord, store: TrajectoryStore) -> EvaluationConfig
 
 def to_builtins(figures: Any) -> Any:
     """Returns figures as JSON takes them."""
-    return json.loads(msgspec.json.encode(figures, enc_hook=str))
+    return msgspec.to_builtins(figures, enc_hook=str, str_keys=True)  # by no encoder, for texts that are no UTF-8

@@ -26,7 +26,7 @@ def text(runs: Sequence[RunFigures]) -> str:
         name = run.run if names.count(run.run) == 1 else f"{run.run} ({number})"
         labels = {"campaign": run.campaign, "run": name}
         for metric, kind, help_, more, value in _samples(run):
-            if value is None or math.isnan(value):
+            if value is None or not math.isfinite(value):
                 continue
             full = f"{NAMESPACE}_{metric}"
             lines = families.setdefault(full, [f"# HELP {full} {help_}", f"# TYPE {full} {kind}"])

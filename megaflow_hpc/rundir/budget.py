@@ -30,6 +30,8 @@ from megaflow_hpc.rundir.layout import RunDir
 LIMITS = ("core_hours", "gpu_hours", "wall")
 LOOK_S = 30.0
 """Seconds between two reports of GPU time."""
+MOST = 1e15
+"""Of seconds, more is nonsense: a billion cores for ten days."""
 TAIL = 1 << 16
 """Bytes at the end of an event file within which the last progress is looked for."""
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -60,7 +62,9 @@ class CampaignBudget:
         """Returns the limits that hold now, in hours; ``None`` for no limit."""
         found = _decoded(_bytes(self._run.raised_limits))
         if found is not None:
-            self._raised = {name: found[name] for name in LIMITS if name in found}
+            self._raised = {
+                name: found[name] for name in LIMITS if name in found and (found[name] is None or measured(found[name]))
+            }
         return {**self._planned, **self._raised}
 
     def raise_to(self, limits: Mapping[str, float | None]) -> None:
@@ -97,10 +101,12 @@ class CampaignBudget:
         return ""
 
     def _said(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
-        """What a lease says, or, of a pod of an earlier version, its events."""
-        if what not in lease and pod not in self._earlier:
+        """What a lease says, or, of a pod of an earlier version and of a lease that says nonsense, its events."""
+        if (said := measured(lease.get(what))) is not None:
+            return said
+        if pod not in self._earlier:
             self._earlier[pod] = _of_events(self._run.events / f"{pod}.jsonl")
-        return float(lease[what] if what in lease else self._earlier[pod][what])
+        return self._earlier[pod][what]
 
     def _gpu_s(self) -> float:
         for file in self._run.gpus.glob("*.json"):
@@ -159,10 +165,12 @@ def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
 
 def held_before(file: Path) -> float:
     """Returns the GPU-seconds that a server has reported; 0 without a report."""
-    try:
-        return float((_decoded(_bytes(file)) or {}).get("gpu_s") or 0.0)
-    except (TypeError, ValueError):
-        return 0.0
+    return measured((_decoded(_bytes(file)) or {}).get("gpu_s")) or 0.0
+
+
+def measured(value: object) -> float | None:
+    """Returns a time or a number of hours or seconds that a file tells; ``None`` for what cannot be one."""
+    return float(value) if isinstance(value, int | float) and 0 <= value <= MOST else None
 
 
 def _bytes(file: Path) -> bytes:
@@ -176,6 +184,6 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
     """A small JSON object; ``None`` for half of one."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -17,13 +17,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, BinaryIO, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
 from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.host.files import behind_hole, open_regular
+from megaflow_hpc.types import Status
 
 FORMAT_VERSION = 1
 """Stands in the first line of a file; absent in those of the first releases, which are of version 1 too."""
@@ -33,10 +35,22 @@ PIECE = 16 << 20
 """Bytes of an event file that are read at once; a line without an end for as long is none of a pod."""
 
 
+Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Seconds UTC, until the end of the year 9999. What is beyond, as what is no :data:`Count` and no :data:`Number`, was
+written by no pod of ours: a record with it is damaged."""
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Number = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
+"""A measurement, or a reward: as 32 bits hold it, so that sums of many have bounds too. Never NaN."""
+
+
+Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
+"""How a rollout ended; a text for whoever writes it."""
+
+
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
     """One line. Fields that are ``None`` are not written."""
 
-    t: float = 0.0
+    t: Time = 0.0
     """Seconds UTC; set when it is written."""
 
 
@@ -44,12 +58,12 @@ class PodEvent(Event, tag="pod"):
     """The pod started, drains, or ended: ``state`` is ``started``, ``draining`` or its last word."""
 
     state: str
-    format_version: int | None = None
+    format_version: Count | None = None
     job_id: str | None = None
     node: str | None = None
-    ranks: int | None = None
+    ranks: Count | None = None
     """MPI ranks of the pod."""
-    stored: int | None = None
+    stored: Count | None = None
     """Rollouts that this pod has stored."""
     why: str | None = None
 
@@ -57,19 +71,19 @@ class PodEvent(Event, tag="pod"):
 class WorkerEvent(Event, tag="worker"):
     """A worker rank is ``ready``, ``lost`` or ``excluded`` (gets no more work)."""
 
-    rank: int
+    rank: Count
     state: str
-    slots: int | None = None
+    slots: Count | None = None
     node: str | None = None
     why: str | None = None
-    rollouts: int | None = None
+    rollouts: Count | None = None
     """Rollouts that a lost worker ran."""
 
 
 class EngineEvent(Event, tag="engine"):
     """An engine server in the pod's own allocation answers."""
 
-    rank: int
+    rank: Count
     state: str
     node: str
 
@@ -77,19 +91,19 @@ class EngineEvent(Event, tag="engine"):
 class ClaimEvent(Event, tag="claim"):
     """A block was ``claimed``, ``done``, ``released`` or, in part, ``gave`` to another pod."""
 
-    block: int
-    epoch: int
+    block: Count
+    epoch: Count
     state: str
-    rollouts: int | None = None
+    rollouts: Count | None = None
 
 
 class ProgressEvent(Event, tag="progress", omit_defaults=False):
     """Counts, as pods of earlier versions wrote them every second; now their lease says them."""
 
-    running: int = 0
-    queued: int = 0
-    stored: int = 0
-    core_s: float | None = None
+    running: Count = 0
+    queued: Count = 0
+    stored: Count = 0
+    core_s: Number | None = None
     """Core-seconds that the allocation has cost so far."""
 
 
@@ -97,45 +111,45 @@ class StartEvent(Event, tag="start"):
     """A rank was given a rollout: an attempt begins there."""
 
     id: str
-    rank: int
-    attempt: int
+    rank: Count
+    attempt: Count
 
 
 class RolloutEvent(Event, tag="rollout", omit_defaults=False):
     """One stored rollout."""
 
     id: str
-    status: str
+    status: Outcome
     kind: str = ""
     """Error kind; empty without an error."""
     error: str = ""
-    reward: float | None = None
-    seconds: float = 0.0
-    turns: int = 0
-    inexact: int = 0
+    reward: Number | None = None
+    seconds: Number = 0.0
+    turns: Count = 0
+    inexact: Count = 0
     """Turns whose sampled token ids are not exact."""
-    cpu_s: float | None = None
+    cpu_s: Number | None = None
     """CPU seconds of its sandboxes; ``None`` where unknown, as the two that follow."""
-    memory_peak_mb: float | None = None
-    disk_peak_mb: float | None = None
+    memory_peak_mb: Number | None = None
+    disk_peak_mb: Number | None = None
 
 
 class AttemptEvent(Event, tag="attempt"):
     """An attempt failed and is repeated. ``kind`` is its cause."""
 
     id: str
-    attempt: int
+    attempt: Count
     kind: str
     error: str = ""
-    rank: int | None = None
+    rank: Count | None = None
 
 
 class CopyEvent(Event, tag="copy"):
     """A straggler was started once more."""
 
     id: str
-    rank: int
-    attempt: int
+    rank: Count
+    attempt: Count
 
 
 class EndpointsEvent(Event, tag="endpoints"):
@@ -191,7 +205,7 @@ def decode(line: bytes) -> AnyEvent | None:
         except msgspec.ValidationError:
             return None
         except ValueError:  # NaN and lone surrogates, which are no JSON, but what Python writes
-            return msgspec.convert(json.loads(line), AnyEvent)
+            return msgspec.convert(json.loads(line, parse_constant=lambda _: None), AnyEvent)
     except (ValueError, RecursionError):
         return None
 

@@ -24,6 +24,7 @@ import msgspec
 
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.host.files import open_regular, remove_tree
+from megaflow_hpc.rundir.events import Count, Number
 from megaflow_hpc.rundir.layout import RunDir
 
 RENEW_S = 10.0
@@ -45,7 +46,7 @@ T = TypeVar("T")
 class Ask(msgspec.Struct, kw_only=True):
     """What one viewer wants to know."""
 
-    counter: int
+    counter: Count
     rollouts: list[str] = []
     """Those on its screen."""
     transcript: str = ""
@@ -65,24 +66,24 @@ class Asked(msgspec.Struct, frozen=True):
 class RolloutActivity(msgspec.Struct):
     """How far a rollout is."""
 
-    calls: int
+    calls: Count
     """Model calls that were answered."""
-    tokens: int
+    tokens: Count
     """Tokens that were sampled for it."""
     waits: bool
     """Whether a call waits for its answer."""
-    quiet_s: float
+    quiet_s: Number
     """Seconds since that changed."""
 
 
 class Transcript(msgspec.Struct):
     """The end of a conversation, as it is now."""
 
-    calls: int
+    calls: Count
     """Model calls that were answered."""
     messages: list[tuple[str, str]]
     """Role and text."""
-    left_out: int = 0
+    left_out: Count = 0
     """Messages before these."""
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+import re
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.events import Time
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.version import __version__
 
@@ -27,6 +30,11 @@ FORMAT_VERSION = 2
 """2: tasks are in a file of their own; 1 is read as well."""
 LONGEST = 2**30
 """Bytes of ``run.json``; of version 1, it holds the tasks."""
+
+_CLUSTER = r"(?:@[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?"
+JOB_ID = re.compile(rf"[0-9][0-9_+,%\[\]-]{{0,99}}{_CLUSTER}")
+"""A job, an array or elements of one, ``@name`` where it is another cluster's. What a run directory names as its jobs
+goes to ``scancel`` and into scripts: whatever is spelled otherwise, such as an option, is none."""
 
 T = TypeVar("T")
 
@@ -88,7 +96,7 @@ class JobRecord(msgspec.Struct):
 
     role: str
     """``pods``, ``servers``, ``trainer`` or ``gather``."""
-    id: str
+    id: Annotated[str, Meta(pattern=rf"\A[0-9]{{1,20}}{_CLUSTER}\Z")]
     """Job or array id; ``123@name`` at another cluster."""
     elements: int | None = None
     """Array elements; ``None`` for a job that is no array, or whose size is not known."""
@@ -96,7 +104,7 @@ class JobRecord(msgspec.Struct):
     """Added to an element's index to give its server's."""
     policy: str = ""
     """Whom a trainer trains."""
-    submitted_at: float = 0.0
+    submitted_at: Time = 0.0
     """Seconds UTC; 0 in runs of earlier versions."""
 
 
@@ -200,7 +208,7 @@ def read_jobs(run: RunDir) -> dict[str, JobRecord]:
     """Returns every submission that was written down, by job or array; a file that cannot be read tells nothing."""
     found: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
-        with contextlib.suppress(OSError, ValueError):  # a file system that is away for a moment
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # a file system that is away for a moment
             found[path.stem] = msgspec.json.decode(read_regular(path), type=JobRecord)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megaflow_hpc.rundir.record import JOB_ID
 from megaflow_hpc.slurm import site
 
 
@@ -33,9 +34,9 @@ def array_of(job_id: str) -> str:
 
 
 def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the own ids of each cluster's jobs."""
+    """Returns the own ids of each cluster's jobs; what is no id, and would be an option to a command, is left out."""
     found: dict[str, list[str]] = {}
-    for job_id in job_ids:
+    for job_id in filter(JOB_ID.fullmatch, job_ids):
         found.setdefault(cluster_of(job_id), []).append(number(job_id))
     return found
 

@@ -42,7 +42,9 @@ unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
 # Which type of srun --mpi this MPI speaks is certain once its ranks have found each other. Of several the next is tried
 # until they do; a later start begins with what worked.
 known="$RUN/ledger/mpi@CLUSTER@" why="$MEGAFLOW_POD_DIR/why" log=$(readlink /proc/$$/fd/1) seen=
-case $MEGAFLOW_MPI in *' '*) MEGAFLOW_MPI="$(cat "$known" 2>/dev/null) $MEGAFLOW_MPI" ;; esac
+# A word of that file is one of the types that are tried anyway, or nothing: what it holds is split into words here.
+if [ -f "$known" ]; then worked=$(head -c 64 "$known" | tr -d '\0'); fi
+case " $MEGAFLOW_MPI " in *" ${worked:-of this file} "*) MEGAFLOW_MPI="$worked $MEGAFLOW_MPI" ;; esac
 for MEGAFLOW_MPI in $MEGAFLOW_MPI; do
     case "$seen " in *" $MEGAFLOW_MPI "*) continue ;; esac
     seen="$seen $MEGAFLOW_MPI"
@@ -94,9 +96,10 @@ if [ "$state" = drained ] && [ "${near:-no}" = no ] && [ "$element" = "$MEGAFLOW
     for open in "$RUN"/ledger/open/*; do
         [ -n "$(find "$open" -mmin +10 2>/dev/null)" ] || continue
         policy=${open##*/}
+        case $policy in *$'\n'*) continue ;; esac # grep would take it for two
         case $(head -c 6 "$RUN/training/$policy/last" 2>/dev/null) in
         failed | 'lost '*) given_up=$policy ;;
-        *) grep -qs "\"policy\": \"$policy\"" "$RUN"/ledger/jobs/*.json && awaited=$policy ;;
+        *) grep -qsF -e "\"policy\": \"$policy\"" "$RUN"/ledger/jobs/*.json && awaited=$policy ;;
         esac
     done
     if [ -n "${awaited:-}" ]; then

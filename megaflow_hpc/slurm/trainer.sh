@@ -6,7 +6,7 @@ set -u
 
 ours="$RUN/training/$policy" # what is the policy's
 if [ ! -d "$ours" ]; then
-    echo "$RUN: its campaign does not train the policy $policy, but: $(ls "$RUN/training" 2>/dev/null)" >&2
+    echo "$RUN: its campaign does not train the policy $policy, but: $(ls -q "$RUN/training" 2>/dev/null)" >&2
     exit 2
 fi
 job=$SLURM_JOB_ID
@@ -15,7 +15,7 @@ job=$SLURM_JOB_ID
 [ -z "${counted:-}" ] || SLURM_RESTART_COUNT=${counted#*=}
 start="${SLURM_RESTART_COUNT:-0}"
 echo "$start" >"$RUN/logs/trainer-$job.start"
-newest() { find "$ours/$1" -name '[0-9]*.json' 2>/dev/null | sort | tail -n 1; }
+newest() { find "$ours/$1" -type f -name '[0-9]*.json' 2>/dev/null | sort | tail -n 1; }
 commit=$(newest commits) entered=$(newest trainers)
 log=$(readlink /proc/$$/fd/1)
 written=$(stat -Lc %s /proc/$$/fd/1 2>/dev/null || echo 0) # by earlier starts
@@ -35,8 +35,9 @@ trap 'requeues=no; kill -USR1 "$step" 2>/dev/null' TERM
 held_pods() {
     for held in "$RUN"/logs/pod-*.held; do
         [ -e "$held" ] || continue
-        element=${held##*/pod-}
-        "$@" "${element%.held}" 2>/dev/null && rm -f "$held"
+        element=${held##*/pod-} element=${element%.held}
+        case $element in *[!0-9_]* | _* | '') continue ;; esac # no option of scancel's, such as --me
+        "$@" "$element" 2>/dev/null && rm -f "$held"
     done
 }
 held_pods scontrol release
@@ -116,7 +117,7 @@ if [ "$status" -eq 0 ] && [ ! -e "$RUN/ledger/open/$policy" ]; then
     exit 0
 fi
 # Slurm took this node for lost and has started the job anew elsewhere, or another job trains the policy now.
-[ "$(cat "$RUN/logs/trainer-$job.start")" = "$start" ] || exit 1
+[ "$(head -c 20 "$RUN/logs/trainer-$job.start")" = "$start" ] || exit 1
 later=$(newest trainers)
 if [ "$later" != "$entered" ] && ! grep -qE "\"job_id\":\"($job)?\"" "$later"; then
     echo "trainer of $policy: another job has taken over"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -52,20 +53,8 @@ def test_bash_completes_verbs_options_choices_and_paths(tmp_path: Path, capsys: 
 
 def test_zsh_completes_verbs_options_choices_and_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "zsh"]) == 0
-    (tmp_path / "_megaflow-hpc").write_text(capsys.readouterr().out)
+    settings_of_zsh(tmp_path, capsys.readouterr().out)
     assert ZSH
-    # Its functions and modules lie beside it, wherever it was unpacked.
-    usr = next(
-        place
-        for above in Path(ZSH).resolve().parents
-        for place in (above, above / "usr")
-        if (place / "share" / "zsh").is_dir()
-    )
-    functions = [path for path in (usr / "share" / "zsh" / "functions").glob("**/") if path.is_dir()]
-    modules = (usr / "lib").glob("*/zsh/[0-9]*")
-    setting = f"module_path=({' '.join(map(str, modules))})\nfpath=({tmp_path} {' '.join(map(str, functions))})\n"
-    (tmp_path / ".zshenv").write_text(f"setopt no_global_rcs\n{setting}")
-    (tmp_path / ".zshrc").write_text("PS1='ready> '\nautoload -U compinit\ncompinit -u -D\n")
     with Shell(tmp_path, ZSH, ZDOTDIR=str(tmp_path)) as shell:
         shell.completes("sta", "status ")
         shell.completes("images pu", "images pull ")
@@ -73,6 +62,23 @@ def test_zsh_completes_verbs_options_choices_and_paths(tmp_path: Path, capsys: p
         shell.completes("run --launcher l", "run --launcher local ")
         shell.completes("run camp", "run campaign.yaml ")
         shell.completes("status ru", "status runs/")
+
+
+def settings_of_zsh(place: Path, script: str) -> None:
+    """Writes the files with which a zsh begins, wherever it was unpacked."""
+    (place / "_megaflow-hpc").write_text(script)
+    assert ZSH
+    usr = next(
+        usr
+        for above in Path(ZSH).resolve().parents
+        for usr in (above, above / "usr")
+        if (usr / "share" / "zsh").is_dir()
+    )
+    functions = [path for path in (usr / "share" / "zsh" / "functions").glob("**/") if path.is_dir()]
+    modules = (usr / "lib").glob("*/zsh/[0-9]*")
+    setting = f"module_path=({' '.join(map(str, modules))})\nfpath=({place} {' '.join(map(str, functions))})\n"
+    (place / ".zshenv").write_text(f"setopt no_global_rcs\n{setting}")
+    (place / ".zshrc").write_text("PS1='ready> '\nautoload -U compinit\ncompinit -u -D\n")
 
 
 def test_tcsh_completes_verbs_choices_and_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,15 +94,48 @@ def test_tcsh_completes_verbs_choices_and_paths(tmp_path: Path, capsys: pytest.C
         shell.completes("status ru", "status runs/")
 
 
+HOSTILE = ("a$(touch ran)", "b`touch ran`", "c;touch ran;", "d\ntouch ran\n", "e\x1b]0;owned\x07", "f'\"$(touch ran)")
+"""Names of run directories that others have made; each is told from the others by its first character."""
+
+
+@pytest.mark.slow  # at a terminal, one name after the other
+@pytest.mark.parametrize("name", ["bash", "zsh", "tcsh"])
+def test_a_name_that_is_completed_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """TAB behind its beginning, then Return: the program gets the name as one word, and nothing else runs."""
+    program = {"bash": BASH, "zsh": ZSH, "tcsh": TCSH}[name]
+    assert program
+    assert main(["completion", name]) == 0
+    script = capsys.readouterr().out
+    for one in HOSTILE:
+        (tmp_path / one).mkdir()
+    (tmp_path / "programs").mkdir()
+    told = tmp_path / "told"
+    (tmp_path / "programs" / "megaflow-hpc").write_text(f"#!/bin/sh\nprintf '%s\\0' \"$*\" >>{told}\n")
+    (tmp_path / "programs" / "megaflow-hpc").chmod(0o755)
+    (tmp_path / ".bashrc").write_text(f"PS1='ready> '\n{script}")
+    (tmp_path / ".tcshrc").write_text(f"set prompt='ready> '\n{script}")
+    settings_of_zsh(tmp_path, script)
+    words = ["--rcfile", str(tmp_path / ".bashrc"), "-i"] if name == "bash" else []
+    path = f"{tmp_path / 'programs'}:/usr/bin:/bin"  # where touch is
+    with Shell(tmp_path, program, *words, HOME=str(tmp_path), ZDOTDIR=str(tmp_path), PATH=path) as shell:
+        for one in HOSTILE:
+            shell.enters(f"status {one[0]}\t", told)
+        assert "\x1b]0;owned" not in shell.written
+        assert told.exists(), shell.written
+    assert not (tmp_path / "ran").exists()
+    given = told.read_text().split("\0")
+    assert f"status {HOSTILE[0]}" in [words.rstrip("/ ") for words in given], given
+
+
 class Shell:
     """A shell at a terminal, in a directory with a campaign file and a folder of runs."""
 
-    def __init__(self, place: Path, program: str, **environ: str) -> None:
+    def __init__(self, place: Path, program: str, *words: str, **environ: str) -> None:
         (place / "runs").mkdir()
         (place / "campaign.yaml").touch()
         assert SETSID
         # With the terminal as its own: without, tcsh edits no lines.
-        self._terminal = Terminal(100, 30, SETSID, "--ctty", "--wait", program, cwd=place, **environ)
+        self._terminal = Terminal(100, 30, SETSID, "--ctty", "--wait", program, *words, cwd=place, **environ)
 
     def __enter__(self) -> Shell:
         self._terminal.until("ready>")
@@ -107,6 +146,22 @@ class Shell:
         self._terminal.write(f"megaflow-hpc {typed}\t.")  # the dot shows where the cursor was
         self._terminal.until(f"ready> megaflow-hpc {shown}.")
         self._terminal.write("\x15\x0c")  # kill the line, clear the screen
+
+    def enters(self, typed: str, told: Path) -> None:
+        """Types a command line with a TAB and Return; waits until the program was run, or a while."""
+        before, end = told.stat().st_size if told.exists() else 0, time.monotonic() + 3
+        self._terminal.write(f"megaflow-hpc {typed}")
+        self._terminal.settle()
+        self._terminal.write("\r")
+        while not (told.exists() and told.stat().st_size > before) and time.monotonic() < end:
+            self._terminal.settle()
+        self._terminal.write("\x03")  # where a quote is open
+        self._terminal.settle()  # before what is typed next, which an interrupt takes along
+
+    @property
+    def written(self) -> str:
+        """All that came from it."""
+        return self._terminal.written.decode(errors="replace")
 
     def __exit__(self, *error: object) -> None:
         self._terminal.write("\x15exit\r")

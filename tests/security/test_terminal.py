@@ -24,24 +24,7 @@ from megaflow_hpc.trajectories import gather
 from megaflow_hpc.trajectory import Attempt
 from tests.support.harbor_tasks import TOML, write_task
 from tests.support.samples import commit, run_dir, trajectory
-
-ATTACKS = {
-    "colour": "\x1b[31mred",
-    "title": "\x1b]0;owned\x07",
-    "clipboard": "\x1b]52;c;ZXZpbA==\x07",
-    "eight bits": "\x9b31m\x9d0;owned\x9c",
-    "back": "secret\r\x08\x08gone",
-    "direction": "\u202egpj.exe",
-    "isolates": "\u2066if\u2069",
-    "line of its own": "\u2028fake: line",
-    "half a character": "\udc9b31m",
-    "delete": "\x7f",
-}
-STEERING = set(map(chr, range(32))) - set("\n\t") | set(map(chr, range(127, 160))) | set("\u202e\u2066\u2069\u2028")
-
-
-def harmless(text: str) -> bool:
-    return not STEERING & set(text) and not any(0xD800 <= ord(character) < 0xE000 for character in text)
+from tests.support.steering import ATTACKS, EVIL, harmless
 
 
 @pytest.mark.parametrize("text", ATTACKS.values(), ids=ATTACKS)
@@ -56,9 +39,6 @@ def test_a_cell_of_a_table_cannot_make_a_row():
     rows = table(("id", "error"), [("a", "x\nb  completed\x1b[2K"), ("\x1b]0;t\x07", None)]).split("\n")
     assert len(rows) == 4
     assert all(harmless(row) for row in rows)
-
-
-EVIL = "".join(text for name, text in ATTACKS.items() if name != "half a character")
 
 
 @pytest.fixture

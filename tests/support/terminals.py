@@ -70,6 +70,13 @@ class Terminal:
             assert time.monotonic() < end, f"{text!r} is not on the screen:\n{self.text}"
             self._read(0.1)
 
+    def settle(self, quiet_s: float = 0.3) -> None:
+        """Waits until nothing has come for a moment."""
+        seen = -1
+        while seen != len(self.written):
+            seen = len(self.written)
+            self._read(quiet_s)
+
     def wait(self, timeout_s: float = 60.0) -> int:
         """Waits for the end of the process and returns its exit status."""
         end = time.monotonic() + timeout_s

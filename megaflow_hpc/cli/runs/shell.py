@@ -39,14 +39,20 @@ def register(subparsers: Subparsers) -> None:
         ],
         description="Makes the sandbox of a rollout anew, here: its task's image, work directory, variables, user, "
         "mounts and limits of memory, processes and disk, as the agent got it. Where the rollout left a patch, it is "
-        "applied. The sandbox has no network unless --network host is given. It ends with the shell, and nothing of it "
-        "stays. With --command the exit status is the command's. What runs in there writes to your terminal as it "
-        "likes.",
+        "applied. Python that the run names, an agent's or a task's class, is called only with --own-code, for it runs "
+        "outside of the sandbox. The sandbox has no network unless --network host is given. It ends with the shell, "
+        "and nothing of it stays. With --command the exit status is the command's. What runs in there writes to your "
+        "terminal as it likes.",
     )
     add_run(parser)
     parser.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
     parser.add_argument("-c", "--command", metavar="CMD", help="run this by /bin/sh -c instead, and end")
     parser.add_argument("--fresh", action="store_true", help="apply no patch: the sandbox as the agent got it")
+    parser.add_argument(
+        "--own-code",
+        action="store_true",
+        help="call the run's own Python classes, outside of the sandbox",
+    )
     parser.add_argument("--network", choices=("none", "host"), default="none", help="none (the default) or host's")
 
 
@@ -113,7 +119,9 @@ async def _look_in(arguments: argparse.Namespace, run: RunDir, record: RunRecord
         note(f"{rollout}: starting its sandbox of {planned.image or task.image}")
     async with ApptainerProvider() as provider:
         environment = record.config.environment
-        async with recreated(provider, task, policy, planned.images, environment, arguments.network) as sandbox:
+        async with recreated(
+            provider, task, policy, planned.images, environment, arguments.network, arguments.own_code
+        ) as sandbox:
             await _patch(sandbox, patch)
             if arguments.command is None:
                 return await _interact(provider, sandbox)

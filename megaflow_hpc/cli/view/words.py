@@ -85,7 +85,7 @@ def means(snapshot: Snapshot) -> Text:
     said += [f"slots {running}/{slots} ({running / slots:.0%})"] if slots else []
     said += [_numbered("engines", status["servers"], "serving")] if status["servers"] else []
     said += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["servers"] or status["tokens_per_s"] else []
-    line = Text("  ".join(said))
+    line = Text(in_one_line("  ".join(said)))  # a state is whatever a pod has called it
     if stuck := snapshot.rollouts.stuck:
         line.append(f"  stuck {stuck}", "bold red")
     return line

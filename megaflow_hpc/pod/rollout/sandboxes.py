@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from megaflow_hpc.agents import create
+from megaflow_hpc.agents.registry import NAMES
 from megaflow_hpc.config import Policy
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
@@ -25,10 +26,18 @@ def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environm
     Raises:
         ConfigError: the task's image was not built.
     """
+    _require_built(task)
+    return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
+
+
+def _require_built(task: Task) -> None:
     if task.unbuilt:  # no node's fault, and no further attempt has one
         raise ConfigError(f"its image was not built: {task.unbuilt}")
-    binds = getattr(create(policy.agent), "binds", ())
-    return replace(sandbox_spec(task, images, environment), binds=tuple(binds))
+
+
+def _binds(policy: Policy) -> tuple[str, ...]:
+    """What its agent brings along, which is made for that."""
+    return tuple(getattr(create(policy.agent), "binds", ()))
 
 
 class Sandboxes:
@@ -61,14 +70,27 @@ async def recreated(
     images: Mapping[str, str],
     environment: EnvironmentConfig,
     network: Network,
+    own_code: bool,
 ) -> AsyncIterator[ApptainerSandbox]:
     """The sandbox of a rollout once more, as its agent got it for the first step; a person has no limit of time.
 
+    Args:
+        own_code: whether what the run names as its agent's and its task's classes is called, here and outside of any
+            sandbox, as in a campaign. A run directory may be a stranger's, and names what it likes.
+
     Raises:
-        ConfigError: the task's image was not built.
+        ConfigError: the task's image was not built, or only its own code can prepare its sandbox.
         SandboxError: no sandbox comes up, or it cannot be prepared.
     """
-    spec = rollout_spec(task, policy, images, environment)
+    if task.kind == "python" and not own_code:
+        raise ConfigError(
+            f"task {task.id}: the Python class {task.path} prepares its sandbox, and runs here, outside of any; where "
+            "you trust this run directory, say so with --own-code"
+        )
+    _require_built(task)
+    spec = sandbox_spec(task, images, environment)
+    if own_code or policy.agent.name in NAMES:
+        spec = replace(spec, binds=_binds(policy))
     spec = replace(spec, network=network, mode="ephemeral", cpu_s=None, wall_s=None)
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)

@@ -25,7 +25,17 @@ import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular
-from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, Event, RolloutEvent, StartEvent
+from megaflow_hpc.rundir.events import (
+    AnyEvent,
+    AttemptEvent,
+    Count,
+    Event,
+    Number,
+    Outcome,
+    RolloutEvent,
+    StartEvent,
+    Time,
+)
 
 VERSION = 1
 SUFFIX = ".summary"
@@ -39,15 +49,15 @@ class EndedBadly(msgspec.Struct, array_like=True):
     """A rollout that is stored as failed or cancelled, which may be run again."""
 
     id: str
-    status: str
+    status: Outcome
     kind: str
     error: str
     """Empty but for the first of its kind in this pod; the event has it."""
-    t: float
-    seconds: float
-    turns: int
-    inexact: int
-    began: tuple[int, int, float] | None
+    t: Time
+    seconds: Number
+    turns: Count
+    inexact: Count
+    began: tuple[Count, Count, Time] | None
     """Rank, number and begin of its last attempt, where it is known."""
 
     def to_event(self) -> RolloutEvent:
@@ -67,24 +77,24 @@ class EndedBadly(msgspec.Struct, array_like=True):
 class Summary(Event, tag="summary"):
     """Events of one pod, condensed. It stands before those that follow it."""
 
-    covers: int
+    covers: Count
     """Bytes of the event file."""
     events: list[AnyEvent]
     """Those that still matter, in their order."""
-    ended_well: dict[str, dict[str, int]]
+    ended_well: dict[str, dict[Outcome, Count]]
     """Policy → status → rollouts."""
     digests: bytes
     """Of the ids of these, :data:`DIGEST` bytes each, in no order."""
-    inexact: dict[str, int]
+    inexact: dict[str, Count]
     """Policy → turns of these whose sampled token ids are not exact."""
     ended_badly: list[EndedBadly]
-    retries: dict[str, int]
+    retries: dict[str, Count]
     """Attempts that failed and were repeated, by cause, those in :attr:`events` included; as those that follow."""
-    failures: dict[str, dict[str, int]]
+    failures: dict[str, dict[str, Count]]
     """Cause → node → failed attempts."""
-    recent: dict[int, int]
+    recent: dict[Count, Count]
     """Second → rollouts that were stored then, of the last minutes before :attr:`t`."""
-    busy_at: float = 0.0
+    busy_at: Time = 0.0
     """When the pod last started a rollout or ended one."""
     version: int = VERSION
 

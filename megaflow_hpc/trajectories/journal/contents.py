@@ -12,7 +12,8 @@ follows from its journal's, each of them for one commit::
 are logical, ``base`` is the bytes before the part, ``size`` that of the record's frame.
 
 Nobody depends on it. It is believed as far as it is whole and without a gap, if it is of this journal, if the journal
-is as long as it says, and if its last record stands where it says; else the journal is read.
+is as long as it says, and if its last record stands where it says; else the journal is read. Before a record of it
+counts as stored it is looked for in the journal. At most :data:`MOST_BYTES` are believed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode
@@ -31,21 +35,30 @@ from megaflow_hpc.trajectories.journal.checks import heading_in
 from megaflow_hpc.trajectories.journal.frames import (
     FRAME_SIZE,
     HEADER_SIZE,
+    MAX_RECORD,
     frame_head,
     header,
     open_journal,
     pack_record,
     read_frame,
+    read_frames,
     read_header,
-    read_journal,
     starts_frame,
     write_at,
 )
 from megaflow_hpc.trajectories.journal.headings import HEAD_BYTES, Heading
+from megaflow_hpc.types import Status
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".contents"
+MOST_BYTES = 32 << 20
+"""Of a table that are read: some 400,000 rollouts of one start of a pod, or half a gigabyte of memory at the worst.
+What is beyond is read from the journal."""
+SHORT = 256
+"""Bytes of a record within which its deciding fields lie, where ids are short."""
+
+_Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Listed(NamedTuple):
@@ -56,10 +69,58 @@ class Listed(NamedTuple):
     """Logical offset behind it."""
     size: int
     """Bytes of its frame."""
+    part: int
+    base: int
+    """Bytes in the parts before that one."""
 
+
+class _Commit(msgspec.Struct, tag_field="kind", tag="contents"):
+    """A frame; decoded by its types, so that little memory is enough for whatever else its bytes are."""
+
+    part: _Offset
+    base: _Offset
+    start: _Offset
+    end: _Offset
+    records: list[
+        tuple[
+            _Offset,
+            Annotated[int, Meta(gt=FRAME_SIZE, le=FRAME_SIZE + MAX_RECORD)],
+            Annotated[str, Meta(min_length=1)],
+            Status,
+            int,
+            int,
+            int,
+        ]
+    ]
+
+
+_decoder = msgspec.msgpack.Decoder(_Commit)
 
 ListedFields = tuple[int, int, str, str, int, int, int]
 """A :class:`Listed` as it is written: end, size, and the fields of the heading."""
+
+
+class OpenPart(NamedTuple):
+    """A part of a journal that is open for reading."""
+
+    path: Path
+    file: BinaryIO
+    salt: bytes
+
+    def holds(self, listed: Listed) -> bool:
+        """Returns whether a record stands where a table says; of one that is damaged behind its heading, too."""
+        start = listed.end - listed.size - listed.base
+        if start < HEADER_SIZE:
+            return False
+        for length in (SHORT, HEAD_BYTES):
+            beginning = os.pread(self.file.fileno(), FRAME_SIZE + length, start)
+            if starts_frame(beginning, self.salt, start) != listed.size:
+                return False
+            with suppress(KeyError, TypeError, ValueError):
+                return heading_in(beginning[FRAME_SIZE : listed.size]) == listed.heading
+        with suppress(ConfigError, KeyError, TypeError, ValueError):  # its fields do not come first
+            return heading_in(read_frame(self.path, start).payload) == listed.heading
+        return False
 
 
 class Contents(NamedTuple):
@@ -74,6 +135,8 @@ class Contents(NamedTuple):
     """Bytes in the parts before that one."""
     size: int = 0
     """Bytes of that part, perhaps more than it tells of."""
+    journal: OpenPart | None = None
+    """That part, as it was looked at."""
 
 
 def contents_path(journal: Path) -> Path:
@@ -142,22 +205,28 @@ def read_contents(parts: Sequence[Path]) -> Contents | None:
     path = contents_path(parts[0]) if parts else None
     if path is None or not path.exists():
         return None
-    with open_journal(parts[0]) as first:
-        salt = read_header(first, parts[0])
-        found = _read(path, _salt_of(salt)) if salt is not None else Contents([])
-        size = None
-        if salt is not None and found.records and found.part == 0:
-            size = _agreed_size(found, parts[0], first, salt)
-    if found.part and found.part < len(parts):
+    first = open_part(parts[0])
+    found = _read(path, _salt_of(first.salt)) if first is not None else Contents([])
+    if found.records and found.part < len(parts):
+        journal = first if found.part == 0 else open_part(parts[found.part])
         before = sum(part.stat().st_size for part in parts[: found.part])
-        with open_journal(parts[found.part]) as last:
-            salt = read_header(last, parts[found.part])
-            if salt is not None and before >= found.base:
-                size = _agreed_size(found, parts[found.part], last, salt)
-    if size is None:
-        logger.warning("%s: does not agree with its journal, which is read", path)
-        return None
-    return found._replace(size=size)
+        size = os.fstat(journal.file.fileno()).st_size if journal is not None else 0
+        agrees = before >= found.base and size >= found.covered - found.base
+        if journal is not None and agrees and journal.holds(found.records[-1]):
+            return found._replace(size=size, journal=journal)
+    logger.warning("%s: does not agree with its journal, which is read", path)
+    return None
+
+
+def open_part(path: Path) -> OpenPart | None:
+    """Opens a part of a journal; ``None`` for one whose creation never finished. Raises as :func:`read_contents`."""
+    file = open_journal(path)
+    try:
+        salt = read_header(file, path)
+        return OpenPart(path, file, salt) if salt is not None else None
+    except BaseException:
+        file.close()
+        raise
 
 
 def _salt_of(salt: bytes) -> bytes:
@@ -170,37 +239,20 @@ def _read(path: Path, salt: bytes) -> Contents:
     records: list[Listed] = []
     covered = part = base = 0
     try:
-        for _, said in read_journal(path, salt=salt):
-            if said["start"] != covered or said["part"] < part:
+        for frame in read_frames(path, MOST_BYTES, wanted=salt):
+            said = _decoder.decode(frame.payload)
+            if said.start != covered or said.part < part or said.base < base or not said.records:
                 break
-            listed = [Listed(Heading(*heading), end, size) for end, size, *heading in said["records"]]
-            ends = [covered, *(each.end for each in listed), said["end"]]
-            if said["base"] < base or not listed or ends != sorted(ends):
+            behind, listed = max(covered, said.base), list[Listed]()
+            for end, size, rollout, status, epoch, attempt, block in said.records:
+                if behind + size > end:
+                    raise ValueError(f"a record of {size} bytes behind {behind} that ends at {end}")
+                listed.append(Listed(Heading(rollout, status, epoch, attempt, block), end, size, said.part, said.base))
+                behind = end
+            if behind > said.end:
                 break
             records += listed
-            covered, part, base = said["end"], said["part"], said["base"]
-    except (ConfigError, KeyError, TypeError, ValueError) as error:
-        logger.warning("%s: %r; the journal is read from there on", path, error)
+            covered, part, base = said.end, said.part, said.base
+    except (ConfigError, ValueError, RecursionError) as error:
+        logger.warning("%s: %s; the journal is read from there on", path, error)
     return Contents(records, covered, part, base)
-
-
-def _agreed_size(contents: Contents, path: Path, file: BinaryIO, salt: bytes) -> int | None:
-    """Returns the size of the part that a table ends in; ``None`` where it and its journal do not agree.
-
-    The part has to be as long as its table says, and to hold the last record of it where it says.
-    """
-    last, size = contents.records[-1], os.fstat(file.fileno()).st_size
-    start = last.end - last.size - contents.base
-    if start < HEADER_SIZE or size < contents.covered - contents.base:
-        return None
-    file.seek(start)
-    beginning = file.read(FRAME_SIZE + HEAD_BYTES)
-    if starts_frame(beginning, salt, start) != last.size:
-        return None
-    with suppress(ConfigError, KeyError, TypeError, ValueError):
-        try:
-            heading = heading_in(beginning[FRAME_SIZE : last.size])
-        except (KeyError, TypeError, ValueError):  # its fields do not come first
-            heading = heading_in(read_frame(path, start).payload)
-        return size if heading == last.heading else None
-    return None

@@ -13,6 +13,7 @@ import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.commands.template import Template
 from megaflow_hpc.environments.sandbox.templates import supported
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.process import Identity, argv, descendants, parent
@@ -87,6 +88,84 @@ def test_nothing_of_the_template_is_left_inside(rootfs: str, scratch: Path, monk
     assert (paths, namespaces, sockets) == ("", "refused\n", "0\n")
     assert "python" not in processes
     assert "loader" not in processes
+
+
+REACH = """
+import ctypes, fcntl, glob, os, re, sys
+libc, reached = ctypes.CDLL(None, use_errno=True), []
+def tried(what, call):
+    try:
+        found = call()
+    except OSError:
+        return
+    if not isinstance(found, int) or found >= 0:
+        reached.append(what)
+for pid in map(int, sys.argv[2:]):
+    tried(f"signal {pid}", lambda: os.kill(pid, 0))
+    tried(f"pidfd {pid}", lambda: os.pidfd_open(pid))
+    tried(f"proc {pid}", lambda: os.stat(f"/proc/{pid}"))
+    tried(f"trace {pid}", lambda: libc.ptrace(16, pid, 0, 0))
+    word = ctypes.create_string_buffer(8)
+    class Part(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+    own, theirs = Part(ctypes.addressof(word), 8), Part(0x400000, 8)
+    tried(f"memory {pid}", lambda: libc.process_vm_readv(pid, ctypes.byref(own), 1, ctypes.byref(theirs), 1, 0))
+for kind in ("user", "pid"):
+    space = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
+    tried(f"parent {kind}", lambda: fcntl.ioctl(space, 0xB702))
+    for owner in (1, os.getpid()):
+        tried(f"enter {kind}", lambda: libc.setns(os.open(f"/proc/{owner}/ns/user", os.O_RDONLY), 0x10000000))
+handle = ctypes.create_string_buffer((8).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(8))
+tried("handle", lambda: libc.open_by_handle_at(os.open("/", os.O_RDONLY), handle, 0))
+for link in glob.glob("/proc/[0-9]*/fd/*"):
+    try:
+        if "socket" in os.readlink(link):
+            reached.append(link)
+    except OSError:
+        pass
+reached += [line for line in open("/proc/net/unix").read().splitlines()[1:]]
+reached += [line for line in open("/proc/self/mountinfo") if sys.argv[1] in line]
+for top in ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp"):
+    reached += [name for _, _, names in os.walk(top) for name in names if "others" in name]
+print(reached)
+"""
+"""Arguments: the directory of another sandbox, then processes of the host by their numbers there."""
+
+
+def test_a_clone_reaches_neither_its_template_nor_another_clone(
+    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By number, descriptor, namespace, memory or file; and what it ends is its own."""
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
+
+    async def main() -> tuple[str, str, str]:
+        async with ApptainerProvider(scratch) as provider:
+            one, other = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
+            assert cloned(one)
+            assert cloned(other)
+            await other.exec("touch /tmp/others /dev/shm/others /dev/mqueue/others")
+            template = parent(other.pid or 0)
+            assert template is not None
+            pids = [template, other.pid, *descendants(other.pid or 0), os.getpid()]
+            reached = await one.exec(["python3", "-c", REACH, Path(other.directory).name, *map(str, pids)])
+            assert reached.exit_code == 0, reached
+            ended = await one.exec("kill -9 -1; kill -9 1; echo it went on")
+            return reached.stdout, ended.stdout, (await other.exec("ls /tmp/others; echo and on")).stdout
+
+    reached, _, other = asyncio.run(main())
+    assert reached == "[]\n"
+    assert other == "/tmp/others\nand on\n"
+
+
+def test_a_request_is_the_fields_that_it_was_made_of(tmp_path: Path) -> None:
+    async def main() -> None:
+        template = Template(str(tmp_path / "log"))
+        (tmp_path / "log").touch()
+        fields = ["none", "/d", "lowerdir=/", "/d/merged", "1", "/bin/sh", "0", "A=b\0/home:/home:rw"]
+        with pytest.raises(SandboxError, match="zero byte"):
+            await template.clone(fields, 2, lambda identity: None)
+
+    asyncio.run(main())
 
 
 def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

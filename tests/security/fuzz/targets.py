@@ -11,14 +11,27 @@ from tests.security.fuzz import (
     dockerfiles,
     journals,
     messages,
+    records,
     servers,
     settings,
     tasks,
 )
 from tests.security.fuzz.target import Target
 
+_MODULES = (dockerfiles, archives, journals, messages, campaign_files, tasks, settings, servers, answers, records)
 TARGETS: Mapping[str, Target] = {
     target.name: target
-    for module in (dockerfiles, archives, journals, messages, campaign_files, tasks, settings, servers, answers)
+    for module in (
+        dockerfiles,
+        archives,
+        journals,
+        messages,
+        campaign_files,
+        tasks,
+        settings,
+        servers,
+        answers,
+        records,
+    )
     for target in module.targets()
 }

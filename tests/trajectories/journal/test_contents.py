@@ -5,14 +5,27 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal import contents as contents_module
 from megaflow_hpc.trajectories.journal.contents import contents_path
-from megaflow_hpc.trajectories.journal.frames import pack_record
+from megaflow_hpc.trajectories.journal.frames import (
+    HEADER_SIZE,
+    frame_head,
+    header,
+    open_journal,
+    pack_record,
+    read_frames,
+    read_header,
+    unpack_record,
+)
 from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
 from megaflow_hpc.trajectories.journal.winners import index, journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
@@ -177,3 +190,143 @@ def test_a_table_is_no_journal_of_the_run(run: RunDir, journal: Path) -> None:
     assert contents_path(journal).exists()
     assert all(path.suffix == ".journal" for path in journals(run))
     assert len(index(run, {}).winners) == RECORDS - 1
+
+
+def rewrite(path: Path, payloads: list[bytes]) -> None:
+    """A table of other frames that are as valid as those of whoever may write it."""
+    with open_journal(path) as file:
+        salt = read_header(file, path) or b""
+    made = header(salt)
+    for payload in payloads:
+        made += frame_head(payload, salt, len(made), 1) + payload
+    path.write_bytes(made)
+
+
+Said = list[dict[str, Any]]
+"""The frames of a table."""
+
+
+def each(place: int, value: Any) -> Callable[[Said], Any]:
+    """Puts a value into a place of every record of a table but the last of all, by which it is told from another's."""
+
+    def change(said: Said) -> None:
+        for record in [record for frame in said for record in frame["records"]][:-1]:
+            record[place] = value(record[place]) if callable(value) else value
+
+    return change
+
+
+def hide(said: Said) -> None:
+    said[0]["end"] = said[-1]["end"]
+    del said[1:]
+
+
+def beyond(said: Said) -> None:
+    last = said[-1]["records"][-1]
+    said[-1]["records"].append([last[0] + 500, 100, "forged/p/0", "completed", 0, 0, 0])
+    said[-1]["end"] += 500
+
+
+def shifted(said: Said) -> None:
+    """Every record lies where it says, and counts as if it ended earlier."""
+    for frame in said:
+        frame["base"] = max(0, frame["base"] - 30)
+        for record in frame["records"]:
+            record[0] -= 30
+    said[-1]["end"] -= 30
+
+
+FORGED: dict[str, Callable[[Said], Any]] = {
+    "another rollout": each(2, "forged/p/0"),
+    "no rollout": each(2, ""),
+    "a number for a rollout": each(2, 7),
+    "another block": each(6, lambda block: 1 - block),
+    "a block that is none": each(6, None),
+    "another epoch": each(4, 7),
+    "another attempt": each(5, 7),
+    "nothing failed": each(3, "completed"),
+    "all failed": each(3, "failed"),
+    "a status that is none": each(3, "fained"),
+    "negative sizes": each(1, -7),
+    "sizes of nothing": each(1, 0),
+    "sizes beyond the journal": each(1, 1 << 40),
+    "sizes of 64 bits": each(1, (1 << 64) - 1),
+    "sizes that overlap": each(1, lambda size: size + 9),
+    "ends of 64 bits": each(0, (1 << 64) - 1),
+    "negative ends": each(0, -7),
+    "ends in the middle": each(0, lambda end: end - 3),
+    "ends that are fractions": each(0, 0.5),
+    "records of nothing": lambda said: [frame.update(records=[]) for frame in said],
+    "no records": lambda said: [frame.update(records=None) for frame in said],
+    "a record of one field": lambda said: said[0]["records"].append([1]),
+    "a map for a record": lambda said: said[0]["records"].insert(0, {}),
+    "records in reverse": lambda said: [frame["records"].reverse() for frame in said],
+    "every record twice": lambda said: [frame.update(records=frame["records"] * 2) for frame in said],
+    "every frame twice": lambda said: said.extend(said[:]),
+    "a frame in the middle is missing": lambda said: said.pop(1),
+    "the first frame is missing": lambda said: said.pop(0),
+    "another part": lambda said: [frame.update(part=frame["part"] + 1) for frame in said],
+    "a part of 64 bits": lambda said: said[-1].update(part=(1 << 64) - 1),
+    "a part that is far": lambda said: said[-1].update(part=1 << 60),
+    "a base of nothing": lambda said: [frame.update(base=0) for frame in said],
+    "another base": lambda said: [frame.update(base=frame["base"] + 9) for frame in said],
+    "the journal ends later": lambda said: said[-1].update(end=said[-1]["end"] + 1_000_000),
+    "the journal ends earlier": lambda said: said[-1].update(end=said[-1]["end"] - 1),
+    "most of the journal is hidden": hide,
+    "a record beyond the journal": beyond,
+    "all of it is shifted": shifted,
+    "another kind": lambda said: [frame.update(kind="trajectory") for frame in said],
+    "no fields": lambda said: [frame.clear() for frame in said],
+}
+"""What whoever may write a run directory makes of a table; a crash makes less."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_what_a_forged_table_has_counted_counts_for_every_reader_of_the_journal(
+    run: RunDir, journal: Path, forged: Callable[[Said], Any]
+) -> None:
+    """A rollout that a takeover takes for stored is in the journal, within the seal that the takeover puts."""
+    contents, (_, truth) = contents_path(journal), by_the_journal(run)
+    said = [unpack_record(frame.payload) for frame in read_frames(contents)]
+    forged(said)
+    rewrite(contents, [pack_record(frame) for frame in said])
+    sealed, counted = stored_without_check(run)
+    seals = {(block, 0): ("a.0", sealed) for block in (0, 1)}
+    winners = {entry.id for entry in index(run, seals).winners if entry.status != "failed"}
+    assert all(found <= of_block for found, of_block in zip(counted, truth, strict=True))
+    assert set.union(*counted) <= winners
+    assert HEADER_SIZE <= sealed <= sum(part.stat().st_size for part in journals(run))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\x90" * 4_000_000,
+        b"\xdc\xff\xff" + b"\x90" * 4_000_000,
+        b"\x91" * 4_000_000,
+        msgpack.packb({"kind": "contents", "part": 0, "base": 0, "start": 0, "end": 1, "records": [[]] * 4_000_000}),
+        msgpack.packb({"kind": "contents", "records": [[1, 30, "", "failed", 0, 0, 0]] * 400_000, "part": 0}),
+        b"",
+    ],
+    ids=["billions of entries", "lists", "a list of lists", "deep", "empty records", "many records", "nothing"],
+)
+def test_bytes_that_are_no_table_cost_little_memory(run: RunDir, journal: Path, payload: bytes) -> None:
+    truth = by_the_journal(run)
+    rewrite(contents_path(journal), [payload] * 2)
+    tracemalloc.start()
+    assert stored(run) == truth
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * len(payload) + 1_000_000
+
+
+def test_what_lies_behind_the_longest_table_is_read_from_the_journal(
+    run: RunDir, journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = by_the_journal(run)
+    for most in range(0, contents_path(journal).stat().st_size, 37):
+        monkeypatch.setattr(contents_module, "MOST_BYTES", most)
+        assert stored(run) == truth

@@ -167,8 +167,10 @@ class Template:
             on_started: called with its first process before that does anything: limits set then hold for all.
 
         Raises:
-            SandboxError: the template has ended, or does not answer.
+            SandboxError: the template has ended, or does not answer, or a field holds a zero byte.
         """
+        if any("\0" in field for field in fields):  # it would be two, and what follows it another
+            raise SandboxError("a request whose field holds a zero byte")
         asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         pipes = [os.pipe() for _ in range(3)]
         (stdin, our_stdin), (our_stdout, stdout), (go, our_go) = pipes

@@ -1,0 +1,141 @@
+"""What batch scripts read out of a run directory: words that are compared, and never run, split or taken as options."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+SLURM = ROOT / "megaflow_hpc" / "slurm"
+TYPES = "pmix pmi2"
+WORDS: dict[str, bytes] = {
+    "shell text": b"$(touch ran)",
+    "backquotes": b"`touch ran`",
+    "another command": b"pmix; touch ran",
+    "globs": b"*",
+    "globs and a type": b"* pmix",
+    "an option": b"pmix --export=NONE",
+    "options": b"--mpi=none --jobid=1",
+    "lines": b"pmix\npmi2\n--overlap",
+    "a type of another site": b"cray_shasta",
+    "a long word": b"pmix" * 100_000,
+    "long, and then a type": b" " * 100_000 + b"pmix",
+    "part of a type": b"pmi",
+    "bytes": bytes(range(1, 256)),
+    "nothing": b"",
+    "zeros": bytes(4096),
+    "a quote": b"' pmix",
+    "of this file": b"of this file",
+}
+
+
+def part(name: str, first: str, last: str) -> str:
+    """The lines of a script from one to another."""
+    text = (SLURM / name).read_text()
+    start = text.index(first)
+    return text[start : text.index(last, start)]
+
+
+def run(script: str, folder: Path, **variables: str) -> str:
+    """Runs it by bash in a directory, with the options that the script has; what it says on stderr is an error."""
+    done = subprocess.run(
+        ["bash", "-uc", script],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "RUN": str(folder), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=20,
+        check=True,
+    )
+    assert done.stderr == b""
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def tried(folder: Path) -> list[str]:
+    """The types of srun --mpi that a pod would try, in their order."""
+    choice = part("pods.sh", "known=", "for MEGAFLOW_MPI in").replace("@CLUSTER@", "")
+    loop = 'for MEGAFLOW_MPI in $MEGAFLOW_MPI; do printf "<%s>" "$MEGAFLOW_MPI"; done'
+    said = run(f"{choice}\n{loop}", folder, MEGAFLOW_MPI=TYPES, MEGAFLOW_POD_DIR=str(folder))
+    return re.findall("<([^>]*)>", said)
+
+
+@pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
+def test_a_remembered_type_of_mpi_runs_nothing_and_changes_nothing(tmp_path: Path, word: bytes) -> None:
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "mpi").write_bytes(word)
+    assert tried(tmp_path) == TYPES.split()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_type_that_worked_is_tried_first_and_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "ledger").mkdir()
+    known = tmp_path / "ledger" / "mpi"
+    assert tried(tmp_path) == TYPES.split()
+    for word in ("pmi2\n", "pmi2"):
+        known.write_text(word)
+        assert tried(tmp_path) == ["pmi2", *TYPES.split()]
+    known.unlink()
+    os.mkfifo(known)
+    assert tried(tmp_path) == TYPES.split()
+    known.unlink()
+    known.symlink_to("/dev/zero")
+    assert tried(tmp_path) == TYPES.split()
+
+
+def test_only_elements_of_arrays_are_released_or_cancelled(tmp_path: Path) -> None:
+    """``scancel --me`` ends all jobs that a user has."""
+    (tmp_path / "logs").mkdir()
+    names = ["--me", "-u root", "1 --me", "$(touch ran)", "7_3\n--me", "*", "", "_", "１２", "12", "12_3", "456_0"]
+    for name in names:
+        (tmp_path / "logs" / f"pod-{name}.held").touch()
+    function = part("trainer.sh", "held_pods() {", "held_pods scontrol release")
+    said = run(f'{function}\nasked() {{ printf "<%s>" "$@"; }}\nheld_pods asked cancel', tmp_path)
+    assert re.findall("<([^>]*)>", said) == ["cancel", "12", "cancel", "12_3", "cancel", "456_0"]
+    left = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert left == {f"pod-{name}.held" for name in names[:-3]}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_consumers_name_is_no_pattern_among_the_jobs(tmp_path: Path) -> None:
+    """A pod holds its element for a trainer that waits in the queue, by the policy that the job's record names."""
+    for folder in ("open", "jobs"):
+        (tmp_path / "ledger" / folder).mkdir(parents=True)
+    (tmp_path / "ledger" / "jobs" / "1.json").write_text('{"role": "trainer", "id": "1", "policy": "default"}')
+    look = part("pods.sh", '    for open in "$RUN"/ledger/open/*', '    if [ -n "${awaited:-}" ]')
+
+    def awaited(name: str) -> str:
+        consumer = tmp_path / "ledger" / "open" / name
+        consumer.touch()
+        os.utime(consumer, (0, 0))
+        said = run(f'{look}\nprintf "<%s>" "${{awaited:-}}"', tmp_path)
+        consumer.unlink()
+        return said
+
+    assert awaited("default") == "<default>"
+    for name in (".*", "d.*t", "--help", "$(touch ran)", "-f", '", "', "[^x]*", "x\ny", "default\n"):
+        assert awaited(name) == "<>", name
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_script_reads_more_words_of_a_run_directory() -> None:
+    """What is substituted from a file is listed here, with the test or the quotes that hold it."""
+    known = {
+        "head -c 64 \"$known\" | tr -d '\\0'",  # above
+        'head -c 6 "$RUN/training/$policy/last" 2>/dev/null',  # compared by case
+        'head -c 20 "$RUN/logs/trainer-$job.start"',  # compared in quotes
+        'ls -q "$RUN/training" 2>/dev/null',  # said in quotes
+        'wc -c 2>/dev/null <"$count" || echo 0',  # a number by wc
+        'find "$open" -mmin +10 2>/dev/null',  # whether it says anything
+        'cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost',  # the pod's own, of mode 0700
+        'cat "/proc/$PPID/comm" 2>/dev/null',
+    }
+    reading = re.compile(r"\$\(((?:cat|head|tail|ls|wc|find|grep|<)\b[^()]*)\)")
+    for path in sorted(SLURM.glob("*.sh")):
+        for words in reading.findall(path.read_text()):
+            assert words in known, (path.name, words)
+        assert not re.search(r"^\s*(read|eval|mapfile|source|\.) (?!\"\$(RUN|BATCH)/env\.sh\")", path.read_text(), re.M)
