@@ -1,7 +1,7 @@
 """Hands commands to the workers of one container's runner; reads what they print, times and ends them.
 
-A command costs one write into the FIFO of a worker, which waits for it already, and one line back. It prints into
-two FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it prints.
+A command costs one write into the FIFO of a worker, which waits for it already, and one line back. It prints into two
+FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it prints.
 """
 
 from __future__ import annotations

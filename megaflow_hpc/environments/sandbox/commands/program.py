@@ -1,4 +1,4 @@
-"""The program (``runner.c``) that starts commands in place of runner.sh's shells, where there is one for this machine."""
+"""The program (``runner.c``) that starts commands in place of runner.sh's shells, where one was built."""
 
 from __future__ import annotations
 

@@ -108,6 +108,7 @@ static int run(char **command, char **variables_of_it) {
     if (same_name(*one, usual)) places = *one;
   places += 5;
   if (slashes) error = become(name, command, variables_of_it);
+  if (error == ENOTDIR) error = ENOENT; /* as dash says; bash counts it as the other */
   while (size && !slashes && places) {
     const char *end = places;
     while (*end && *end != ':') end++;
@@ -117,16 +118,14 @@ static int run(char **command, char **variables_of_it) {
       if (at > path) *at++ = '/';
       add(&at, name);
       error = become(path, command, variables_of_it);
-      if (error == EACCES) denied = error;
+      if (error == EACCES) denied = 1;
       else if (error != ENOENT && error != ENOTDIR) break;
+      error = denied ? EACCES : ENOENT;
     }
     places = *end ? end + 1 : 0;
   }
-  if (denied && (error == ENOENT || error == ENOTDIR)) error = denied;
-  complain(name, error == ENOENT || error == ENOTDIR ? ": not found\n"
-                 : error == EACCES                   ? ": Permission denied\n"
-                                                     : ": cannot be run\n");
-  return error == ENOENT || error == ENOTDIR ? 127 : 126;
+  complain(name, error == ENOENT ? ": not found\n" : error == EACCES ? ": Permission denied\n" : ": cannot be run\n");
+  return error == ENOENT ? 127 : 126;
 }
 
 static void stream(int number, const char *path, int flags) {
