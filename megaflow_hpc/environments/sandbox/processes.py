@@ -11,6 +11,8 @@ import time
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity, argv, descendants, environment, group, session
 
+_RUNNER = f"{CONTROL_DIR}/runner".encode()
+
 
 def namespace_init(pid: int) -> int | None:
     """Returns the first process of the pid namespace below ``pid``: PID 1 of a container that ``pid`` runs."""
@@ -50,7 +52,7 @@ def stop_all(init: int) -> list[Identity]:
         known = {identity.pid for identity in stopped}
         found = [pid for pid in descendants(init) if pid not in known]
         new = [identity for pid in found if (identity := Identity.of(pid))]
-        # The runner's shells first: a shell with job control takes a stopped command for an ended one.
+        # The runner first: a shell with job control takes a stopped command for an ended one.
         for identity in sorted(new, key=lambda one: not is_runner(one.pid)):
             identity.send(signal.SIGSTOP)
             stopped.append(identity)
@@ -93,5 +95,6 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
 
 
 def is_runner(pid: int) -> bool:
-    """Whether a process of a sandbox says that it is one of runner.sh's shells."""
-    return argv(pid)[:2] == [b"/bin/sh", f"{CONTROL_DIR}/runner.sh".encode()]
+    """Whether a process of a sandbox says that it is the runner's: one of runner.sh's shells, or runner.c's."""
+    words = argv(pid)[:2]
+    return words in ([b"/bin/sh", _RUNNER + b".sh"], [_RUNNER, CONTROL_DIR.encode()])

@@ -1,11 +1,12 @@
-"""One running container and the commands in it: the host's side of ``runner.sh``.
+"""One running container and the commands in it: the host's side of ``runner.sh`` and ``runner.c``.
 
 ::
 
     CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
       runner.sh  env    what PID 1 runs, and what it exports
-      w0 w1 …           FIFOs: a line of shell per command for worker 0, 1, …
-      i17  c17  s17     command 17's standard input, and what is too long for a line; removed when it is done
+      runner            the program that starts commands, where there is one for this machine (program.py)
+      w0 w1 …           FIFOs: a record per command for worker 0, 1, …, or a line of shell
+      i17  c17  s17     command 17's standard input, and what is too long for a FIFO; removed when it is done
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
 
 Its commands are in dispatcher.py. The container ends with its owner: the kernel kills it with the thread that started
@@ -23,6 +24,7 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
+from megaflow_hpc.environments.sandbox.commands import program
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
@@ -82,9 +84,14 @@ class Container:
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
         text = environment_text(env, as_root, workdir, settings).encode("utf-8", "surrogateescape")
-        for name, content in (("runner.sh", runner), ("env", text)):
+        files = {"runner.sh": runner, "env": text}
+        if (built := program.program()) is not None:
+            files[program.NAME] = built
+        for name, content in files.items():
             with open(os.path.join(self.control, name), "xb") as file:
                 file.write(content)
+                if name == program.NAME:
+                    os.fchmod(file.fileno(), 0o755)
 
     async def start(
         self,
@@ -275,7 +282,12 @@ class Container:
                 elif words[1] == b"dead":
                     self.commands.answered(int(words[0]), None)
             elif self._ready is not None and not self._ready.done():
-                if line == b"ready":
+                if line == program.READY:
+                    self.commands.by_program = True
+                    self._ready.set_result(None)
+                elif line == b"ready" and program.way() == "program":
+                    self._ready.set_exception(SandboxError("the program that starts commands does not run in it"))
+                elif line == b"ready":
                     self._ready.set_result(None)
                 elif line == NO_WORKDIR.encode():
                     while self._read_stderr(self._stderr_pipe):

@@ -1,8 +1,7 @@
 """Hands commands to the workers of one container's runner; reads what they print, times and ends them.
 
-A command costs one line into the FIFO of a worker, whose child waits for it already, and one line back. It prints into
-two FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it
-prints, so its output is bounded in memory and touches no disk.
+A command costs one write into the FIFO of a worker, which waits for it already, and one line back. It prints into two
+FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it prints.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from megaflow_hpc.environments.sandbox.commands.program import LONGEST_RECORD, record
 from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
@@ -24,7 +24,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Commands at once in one sandbox; more wait. Each worker is two small shells that stay."""
+"""Commands at once in one sandbox; more wait. Each worker is a process that stays, or two small shells."""
 
 _SESSION = -1
 """The number of a worker that is a session's shell."""
@@ -65,6 +65,7 @@ class CommandDispatcher:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1, as the host sees it; set once it is known."""
+        self.by_program = False  # a program reads records; the shells in its place read lines
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -229,14 +230,15 @@ class CommandDispatcher:
         env: Mapping[str, str],
         user_input: bytes | None,
     ) -> bytes:
-        """What the waiting child reads: the command itself, or where it lies if it is long."""
-        stdin = "/dev/null"
-        if user_input:
-            stdin = self._file(running, "i", user_input)
+        """What the waiting process reads: the command itself, or where it lies if it is long."""
+        stdin = self._file(running, "i", user_input) if user_input else "/dev/null"
         if isinstance(command, str) and len(os.fsencode(command)) > _LONGEST_ARGUMENT:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
         if running.worker.number == _SESSION:
             text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
+        elif self.by_program:
+            data = record(running.number, command, cwd, env, stdin, running.pair.names)
+            return data if len(data) <= LONGEST_RECORD else self._file(running, "c", data).encode() + b"\0"
         else:
             text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
         line = one_line(text)

@@ -1,4 +1,5 @@
-# The only program of a sandbox that is ours: PID 1 of its container, in whatever /bin/sh the image has.
+# What of a sandbox is ours: PID 1 of its container, in whatever /bin/sh the image has. It leaves commands to the program
+# "runner" (runner.c) where there is one; what follows is how shells start them where there is none.
 #
 # $1 is the control directory, read-only in here. Standard input says which workers to start, one number a line; its
 # end means that the owner is gone. Worker K keeps a child waiting on the FIFO wK: the child reads one line of shell,
@@ -94,7 +95,10 @@ END
 first)
   _mf_setsid=$(command -v setsid)
   . "$_mf_dir/env"
-  (echo ready && _mf_spawn)
+  # The program starts commands faster. It ends by a signal or not at all: any other status says that it is not there,
+  # or does not run here.
+  "$_mf_dir/runner" "$_mf_dir" 2>/dev/null
+  [ $? -gt 128 ] || (echo ready && _mf_spawn)
   echo gone # everything but PID 1 was killed from within; a kill from outside says nothing
   ;;
 esac

@@ -44,12 +44,7 @@ def command_text(
     number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
 ) -> str:
     """Returns the shell text of one command, for the child that waits for it and becomes it."""
-    if isinstance(command, str):
-        words = command.split(" ") if _ONE_PROGRAM.fullmatch(command) else ["/bin/sh", "-c", command]
-    else:
-        words = list(command)
-    if not words or any("\0" in word for word in words):
-        raise SandboxError(f"command {command!r}: expected at least one word and no zero byte")
+    words = one_program(command)
     exports = ""
     if env:
         check_variables(env)
@@ -58,6 +53,17 @@ def command_text(
         f"exec <{stdin} >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]}; cd {shlex.quote(cwd)} || exit 126; "
         f"export {MARKER}={number}{exports}; exec $_mf_s {' '.join(map(shlex.quote, words))}"
     )
+
+
+def one_program(command: str | Sequence[str]) -> list[str]:
+    """Returns the words of the one program that a command is: ``/bin/sh -c`` for a string that is more than words."""
+    if isinstance(command, str):
+        words = command.split(" ") if _ONE_PROGRAM.fullmatch(command) else ["/bin/sh", "-c", command]
+    else:
+        words = list(command)
+    if not words or any("\0" in word for word in words):
+        raise SandboxError(f"command {command!r}: expected at least one word and no zero byte")
+    return words
 
 
 def one_line(text: str) -> bytes | None:
