@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from megaflow_hpc.environments.sandbox.commands.program import LONGEST_RECORD, record
-from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers
+from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers, make_fifo
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
@@ -175,9 +175,7 @@ class CommandDispatcher:
         """Returns a FIFO for a session's shell, which the caller closes, and its path inside."""
         self._sessions += 1
         name = f"n{self._sessions}"
-        path = os.path.join(self.control, name)
-        os.mkfifo(path, 0o600)
-        return Worker(_SESSION, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)), f"{CONTROL_DIR}/{name}"
+        return Worker(_SESSION, make_fifo(os.path.join(self.control, name))), f"{CONTROL_DIR}/{name}"
 
     def launch(
         self,

@@ -18,6 +18,12 @@ FIRST_WORKERS = 2
 """Started with the container: the next command finds a child waiting while the last worker forks its own."""
 
 
+def make_fifo(path: str) -> int:
+    """Makes a FIFO and returns it open for both directions: who reads from it meets no end."""
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 class Worker:
     """One worker of the runner, known by its FIFO."""
 
@@ -104,9 +110,7 @@ class Workers:
 
     def _add(self) -> Worker:
         number = len(self._all)
-        path = os.path.join(self._control, f"w{number}")
-        os.mkfifo(path, 0o600)
-        worker = Worker(number, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        worker = Worker(number, make_fifo(os.path.join(self._control, f"w{number}")))
         self._all.append(worker)
         self._spawn(number)
         return worker
