@@ -82,6 +82,16 @@ class Optimizer:
             self.adamw.zero_grad(set_to_none=True)
 
     @torch.no_grad()
+    def to(self, device: Any) -> None:
+        """Moves the policy, masters and moments to a device, of what ranks share each its part; no gradient is left."""
+        self.policy.to(device)
+        for tensor in self.tensors().values():
+            mine = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            mine.data = mine.data.to(device)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
     def round(self) -> None:
         """Makes the model's parameters the rounding of their masters."""
         for parameter, master in self._rounded:
