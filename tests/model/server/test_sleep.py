@@ -27,8 +27,7 @@ from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Given, SharedGpu
-from tests.model.server.test_server import ask, chat
-from tests.support.serving import Servers, call, conversation, descendants, in_loop
+from tests.support.serving import Servers, ask, call, chat, conversation, descendants, in_loop
 from tests.support.waiting import until, until_async
 
 LOADING = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume")
