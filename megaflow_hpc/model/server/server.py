@@ -244,10 +244,12 @@ class EngineServer:
         """Loads versions as they are published; raises :class:`_OtherWeights` if one needs a restart of the engine."""
         while True:
             await asyncio.sleep(self.weights_poll_s)
-            async with self._sleeper.turn(self._proxy) if self._sleeper else contextlib.nullcontext():
+            async with self._sleeper.turn(self._proxy) if self._sleeper else contextlib.nullcontext() as slept:
                 version = self.weights.next()
                 if version is not None:
                     await self._load(version, launch)
+                elif slept:
+                    await self._beat()  # it may have woken with other weights
 
     async def _load(self, version: Version, launch: Launch) -> None:
         self._say(f"loading {_named(version)}")

@@ -59,14 +59,16 @@ class Sleeper:
             await asyncio.sleep(LOOK_S)
 
     @contextlib.asynccontextmanager
-    async def turn(self, proxy: Proxy) -> AsyncIterator[None]:
+    async def turn(self, proxy: Proxy) -> AsyncIterator[bool]:
         """A context before which the engine sleeps for as long as the trainer wants the GPUs; calls go on behind it.
+
+        Yields whether it slept; at level 2 it has woken with the newest weights.
 
         Raises:
             ModelServiceError: The engine does not sleep or wake, and must be ended.
         """
         if not self._gpu.wanted():
-            yield
+            yield False
             return
         async with proxy.hold(continued=False):
             began = time.monotonic()
@@ -77,7 +79,7 @@ class Sleeper:
                 await asyncio.Event().wait()  # to be cancelled; the trainer may yet have the GPUs
             began = time.monotonic()
             await self._wake(proxy)
-            yield
+            yield True
             self._wake_s = time.monotonic() - began
             self._say(f"awake after {self._wake_s:.1f} s")
 

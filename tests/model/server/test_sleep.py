@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import yaml
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.host.process import Identity
 from megaflow_hpc.model.engines.adapters import Launch
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script
@@ -26,41 +24,11 @@ from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.training import Given, SharedGpu
+from tests.support.gpu_trainer import Trainer, asleep
 from tests.support.serving import Servers, ask, call, chat, conversation, descendants, in_loop
 from tests.support.waiting import until, until_async
 
 LOADING = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume")
-
-
-class Trainer:
-    """The trainer's side, of a process that can be killed."""
-
-    def __init__(self, run: RunDir) -> None:
-        (run.training / "default").mkdir(parents=True, exist_ok=True)
-        self.gpu = SharedGpu(run, "default")
-        self.process = subprocess.Popen(["sleep", "600"])
-        found = Identity.of(self.process.pid)
-        assert found is not None
-        self.identity, self._turns = found, 0
-
-    def want(self) -> str:
-        self._turns += 1
-        turn = f"{self.identity}.{self._turns}"
-        self.gpu.want(turn, self.identity)
-        return turn
-
-    def take(self) -> Given:
-        """Waits until the GPUs are given."""
-        turn = self.want()
-        until(lambda: self.gpu.given(turn), "the GPUs are given", 30, 0.02)
-        found = self.gpu.given(turn)
-        assert found is not None
-        return found
-
-    def die(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture
@@ -76,10 +44,6 @@ def start(servers: Servers, level: int = 1, delay_s: float = 0.0) -> dict[str, A
     section = {"engine": "scripted", "script": str(file), "sleep_level": level}
     servers.start(section, "default", "--poll-s", "0.1", "--beat-s", "0.1")
     return servers.record(0)
-
-
-def admin(servers: Servers) -> str:
-    return str(json.loads((servers.run.endpoints / ".default.0.admin").read_text())["key"])
 
 
 def engines(servers: Servers, number: int = -1) -> list[int]:
@@ -101,29 +65,18 @@ async def test_calls_that_come_while_the_engine_sleeps_wait_and_are_answered_whe
     assert await chat(record, record["key"]) == 200
     for _ in range(3):
         await asyncio.to_thread(trainer.take)
-        assert await asleep(servers, record)
+        assert await asleep(servers)
         late = [asyncio.create_task(chat(record, record["key"])) for _ in range(3)]
         assert await stays_open(late[0])
         assert not any(task.done() for task in late)
         for path in ("/wake_up", "/sleep"):  # who may ask the model may not send it to sleep, or wake it
             assert await ask(record, "POST", path, record["key"], {}) == 404
-        assert await asleep(servers, record)
+        assert await asleep(servers)
         trainer.gpu.release()
         assert await asyncio.gather(*late) == [200, 200, 200]
-        assert not await asleep(servers, record)
+        assert not await asleep(servers)
     assert (await asyncio.to_thread(trainer.take)).wake_s > 0
     assert servers.record(0)["started_at"] == record["started_at"], "it was the same start of the engine"
-
-
-async def asleep(servers: Servers, record: dict[str, Any]) -> bool:
-    """Whether the engine itself says so."""
-    import aiohttp
-
-    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-    headers = {"Authorization": f"Bearer {admin(servers)}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.get(record["url"] + "/is_sleeping", ssl=pin) as reply:
-            return bool((await reply.json())["is_sleeping"])
 
 
 @in_loop
@@ -176,12 +129,12 @@ async def test_a_trainer_that_is_killed_leaves_no_engine_asleep(servers: Servers
     assert await stays_open(late, 0.5)
     trainer.die()
     assert await late == 200
-    assert not await asleep(servers, record)
+    assert not await asleep(servers)
     trainer.want()  # as one that was killed right after it had asked
     assert await chat(record, record["key"]) == 200
     other = Trainer(servers.run)
     await asyncio.to_thread(other.take)
-    assert await asleep(servers, record)
+    assert await asleep(servers)
     other.die()
     assert await chat(record, record["key"]) == 200
 
