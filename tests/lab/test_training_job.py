@@ -177,7 +177,7 @@ def test_an_engine_that_shares_gpus_is_in_the_trainers_job_and_both_may_be_kille
     first = json.loads(endpoint.read_text())["start"]
     words = dict(processes())
     found = processes_of("megaflow_hpc.model.server", str(run.path))
-    (server,) = [pid for pid in found if words[pid][0] != "bash"]
+    (server,) = [pid for pid in found if words[pid][1] == "-m"]
     assert kill(server)
     until(lambda: endpoint.exists() and json.loads(endpoint.read_text())["start"] != first, "another is started")
     summary = run.wait(timeout_s=400)
