@@ -74,7 +74,7 @@ async def test_calls_that_come_while_the_engine_sleeps_wait_and_are_answered_whe
             assert await ask(record, "POST", path, record["key"], {}) == 404
         assert await asleep(servers)
         trainer.gpu.release()
-        assert await asyncio.gather(*late) == [200, 200, 200]
+        assert await asyncio.wait_for(asyncio.gather(*late), 30) == [200, 200, 200]
         assert not await asleep(servers)
     assert (await asyncio.to_thread(trainer.take)).wake_s > 0
     assert servers.record(0)["started_at"] == record["started_at"], "it was the same start of the engine"
@@ -110,7 +110,7 @@ async def test_a_call_that_waited_is_answered_by_the_version_that_the_step_publi
         assert await stays_open(late, 0.5), "nothing is loaded before the trainer has moved off"
         trainer.gpu.release()
         until_over = asyncio.create_task(keep_looking(servers, gateway))
-        status, reply = await late
+        status, reply = await asyncio.wait_for(late, 60)
         until_over.cancel()
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "new")
         assert servers.record(0)["weight_version"] == 1
@@ -129,7 +129,7 @@ async def test_a_trainer_that_is_killed_leaves_no_engine_asleep(servers: Servers
     late = asyncio.create_task(chat(record, record["key"]))
     assert await stays_open(late, 0.5)
     trainer.die()
-    assert await late == 200
+    assert await asyncio.wait_for(late, 30) == 200
     assert not await asleep(servers)
     trainer.want()  # as one that was killed right after it had asked
     assert await chat(record, record["key"]) == 200
