@@ -54,6 +54,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
         lines += [
             f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}",
             f'export MEGAFLOW_TRAINER_REQUEUES="${{MEGAFLOW_TRAINER_REQUEUES:-{config.slurm.trainer.requeues}}}"',
+            f"export MEGAFLOW_TRAINER_SHARE={config.slurm.trainer.share}",
         ]
     if config.share == "group":
         lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask

@@ -176,7 +176,10 @@ class TrainerConfig(Section):
     """Maximum number of requeues in a row that committed no step. Default: 20."""
     share: Literal["none", "sleep"] = "none"
     """GPUs of trainer and engines: ``none``: each has its own; ``sleep``: they share one allocation, and engines sleep
-    while the trainer steps (refused: not there yet)."""
+    while the trainer steps. Default: ``none``."""
+    sleep_level: Literal[1, 2] = 1
+    """``sleep`` only: 1 keeps the engine's weights in the node's memory meanwhile, 2 reads them from their files anew.
+    Default: 1."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 

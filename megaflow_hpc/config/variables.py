@@ -185,6 +185,7 @@ INTERNAL: Mapping[str, str] = {
     "END": "batch script → pod: when its walltime ends, in seconds UTC",
     "ELASTIC": "env.sh → batch script: engine servers come and go",
     "SERVER": "batch script → rank: the engine server that it runs",
+    "TRAINER_SHARE": "env.sh → batch script: whether the trainer's job holds the engine server too",
     "TRAINER_STORE": "batch script → processes of a trainer: where they meet",
     "ASK_PODS": "batch script, local campaign → trainer: what prints how many pods run or are queued",
     "COMMAND": "sandbox → its processes: the command that they belong to",

@@ -55,7 +55,7 @@ ORDERLY = LAST_WORDS[:3]
 """The last words of a pod that ended as it should."""
 
 
-CAUSES = ("pod: ", "trainer: ", "Error: ", "srun: error: ", "slurmstepd: error: ", "error")
+CAUSES = ("pod: ", "trainer: ", "giving up: ", "Error: ", "srun: error: ", "slurmstepd: error: ", "error")
 """Where one of these stands in a line, it says more than the last line does, the first of them the most."""
 
 

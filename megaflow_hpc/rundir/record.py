@@ -62,7 +62,8 @@ class ServerRecord(msgspec.Struct):
 
     policy: str
     model: dict[str, Any]
-    """The section ``model`` of its policy, one kind of server alone."""
+    """The section ``model`` of its policy, one kind of server alone; with ``sleep_level`` where it is in its trainer's
+    job, and sleeps while that steps."""
     held: bool = False
     """Whether its element is submitted held, for the autoscaler to release."""
 

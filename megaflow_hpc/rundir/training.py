@@ -6,6 +6,7 @@
       commits/000012.json     :class:`Commit`: step 12 is done
       trainers/000002.json    :class:`Trainer`: the second start of the trainer; earlier ones commit no more
       last                    what became of the last start that has ended, and the end of its log; its batch shell's
+      gpu-<job>-<node>.*      of GPUs that trainer and engine use in turn: :class:`SharedGpu`
 
 The rest there is the trainer's own (:mod:`megaflow_hpc.training`).
 """
@@ -23,7 +24,7 @@ import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular
-from megaflow_hpc.host.process import node_name
+from megaflow_hpc.host.process import Identity, boot_id, node_name
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
@@ -103,6 +104,75 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
         end = file.read()
     said = f"{word} {os.uname().nodename} {exit_status} {log}\n".encode()
     write_atomic(run.training / policy / "last", said + end)
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """The trainer's file: it wants the GPUs, or has them."""
+
+    turn: str
+    """Names one use of them; no other start has the same."""
+    process: str
+    """Which process ends with the last one that may use them (:class:`~megaflow_hpc.host.process.Identity`)."""
+    boot: str
+
+
+class Given(msgspec.Struct, frozen=True):
+    """The server's file: no engine of it uses the GPUs until the trainer's file is gone, or its process is."""
+
+    turn: str
+    wake_s: float = 0.0
+    """Seconds in which the engine woke after the turn before, weights that it loaded then included."""
+
+
+class SharedGpu:
+    """GPUs that a policy's trainer and its engine use in turn: two files, each of one writer, and no lock.
+
+    Both are on one node and in one job, so that each sees whether a process of the other lives. The trainer touches the
+    GPUs only while the server's file names its turn; the server starts or wakes an engine only while no trainer that
+    lives wants them. So neither has to know whether the other was killed, or when.
+    """
+
+    def __init__(self, run: RunDir, policy: str) -> None:
+        name = f"gpu-{os.environ.get('SLURM_JOB_ID') or 'local'}-{node_name()}"
+        folder = run.training / policy
+        self._wish_file, self._given_file = folder / f"{name}.wanted", folder / f"{name}.given"
+        self._wish: Wish | None = None
+
+    # --- the trainer's side ---
+
+    def want(self, turn: str, process: Identity) -> None:
+        """Says that the trainer wants the GPUs, as long as the process lives or until :meth:`release`."""
+        write_atomic(self._wish_file, msgspec.json.encode(Wish(turn, str(process), boot_id())))
+
+    def given(self, turn: str) -> Given | None:
+        """Returns what the server says to this turn; ``None`` while it does not leave the GPUs to it."""
+        try:
+            found = msgspec.json.decode(read_regular(self._given_file), type=Given)
+        except (OSError, ValueError):
+            return None
+        return found if found.turn == turn else None
+
+    def release(self) -> None:
+        """Says that the trainer holds nothing on the GPUs any more."""
+        self._wish_file.unlink(missing_ok=True)
+
+    # --- the server's side ---
+
+    def wanted(self) -> str:
+        """Returns the turn of the trainer that wants the GPUs, or has them; empty if none that lives does."""
+        try:
+            self._wish = msgspec.json.decode(read_regular(self._wish_file), type=Wish)
+        except FileNotFoundError:
+            self._wish = None
+        except (OSError, ValueError):  # a file system that is away for a moment: as it was
+            pass
+        wish = self._wish
+        process = Identity.parse(wish.process) if wish and wish.boot == boot_id() else None
+        return wish.turn if wish and process and process.alive() else ""
+
+    def give(self, given: Given) -> None:
+        """Leaves the GPUs to a turn. Raises OSError."""
+        write_atomic(self._given_file, msgspec.json.encode(given))
 
 
 class TrainingView:

@@ -28,7 +28,8 @@ trap 'rm -rf -- "$private"' EXIT
 # preempted or cancelled, and Slurm itself decides about a requeue. A job that runs this script among other things is its
 # user's, who decides.
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
-trap 'kill -USR1 "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
+near=no step='' serving=''
+trap 'near=yes; kill -USR1 "$step" 2>/dev/null; (sleep 270; kill -KILL "$step" 2>/dev/null) &' USR2
 trap 'requeues=no; kill -USR1 "$step" 2>/dev/null' TERM
 
 # Pods that are held because they had nothing to do while it waited in the queue; soon also those that were just leaving.
@@ -48,6 +49,54 @@ if [ "$("$MEGAFLOW_TRAINER_PYTHON" -c 'import sys; print(sys.version_info >= (3,
     echo "MEGAFLOW_TRAINER_PYTHON=$MEGAFLOW_TRAINER_PYTHON: no Python of at least 3.11" >&2
     exit 2
 fi
+
+# What a job or step around the one that queued this left behind would decide about memory and binding of the step.
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
+unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
+
+# A task of a step, which learns its node's number from Slurm. SIGTERM would have srun kill all of it at once; SIGUSR1 it
+# hands on, to processes that would die of it. --export: whatever the job was queued with.
+# shellcheck disable=SC2016
+task='
+trap "kill -TERM \$child 2>/dev/null" USR1 TERM
+(trap "" USR1; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@") &
+child=$!
+while :; do
+    wait "$child"
+    kill -0 "$child" 2>/dev/null || break
+done
+wait "$child"'
+
+# The GPUs are shared: the policy's model server is a step of this job, and sleeps while the trainer steps. Lost, it is
+# started anew; Slurm has ended all of its step then. When it is given up, the trainer ends as before the walltime.
+serve() {
+    trap 'stop=yes; kill -USR1 "$server" 2>/dev/null' USR1
+    local server='' stop=no vain=0 began ended=1
+    while [ "$stop" = no ]; do
+        began=$SECONDS
+        srun --overlap --export=ALL --mpi=none --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+            bash -c "$task" server "$MEGAFLOW_PYTHON" -m megaflow_hpc.model.server "$RUN" --policy "$policy" &
+        server=$!
+        while :; do
+            wait "$server"
+            ended=$?
+            kill -0 "$server" 2>/dev/null || break
+        done
+        echo "server of $policy: exit status $ended"
+        if [ "$ended" -eq 0 ] || [ "$stop" = yes ]; then return; fi
+        [ "$((SECONDS - began))" -lt 3600 ] || vain=0 # failures in a row are counted
+        vain=$((vain + 1))
+        if [ "$ended" -eq 2 ] || [ "$vain" -gt "$MEGAFLOW_REQUEUES" ]; then break; fi
+        sleep 2
+    done
+    echo "$ended" >"$private/served"
+    kill -USR2 $$
+}
+if [ "${MEGAFLOW_TRAINER_SHARE:-none}" = sleep ]; then
+    serve &
+    serving=$!
+fi
+
 printf -v MEGAFLOW_ASK_PODS '%q ' "$MEGAFLOW_PYTHON" -m megaflow_hpc.campaign.live_jobs "$RUN"
 export MEGAFLOW_ASK_PODS # for a trainer that waits for some
 export PYTHONPATH="$RUN/training/.package${PYTHONPATH:+:$PYTHONPATH}"
@@ -74,25 +123,10 @@ if [ "$((nodes * processes))" -gt 1 ]; then
 fi
 command+=(-m megaflow_hpc.training.trainer "$RUN" --policy "$policy")
 
-# What a job or step around the one that queued this left behind would decide about memory and binding of the step.
-unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
-unset SLURM_DISTRIBUTION SLURM_HINT SLURM_MPI_TYPE SLURM_EXPORT_ENV
-
-# One task on each node, which learns its number from Slurm. SIGTERM would have srun kill all of it at once; SIGUSR1 it
-# hands on, to processes that would die of it. --export: whatever the job was queued with.
-# shellcheck disable=SC2016
-task='
-trap "kill -TERM \$trainer 2>/dev/null" USR1 TERM
-(trap "" USR1; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@") &
-trainer=$!
-while :; do
-    wait "$trainer"
-    kill -0 "$trainer" 2>/dev/null || break
-done
-wait "$trainer"'
 srun --export=ALL --mpi=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" trainer "${command[@]}" &
 step=$!
+[ ! -e "$private/served" ] || kill -USR1 "$step"
 while :; do
     wait "$step"
     status=$?
@@ -114,8 +148,13 @@ last() {
 if [ -e "$RUN/ledger/cancelled" ]; then exit 0; fi
 if [ "$status" -eq 0 ] && [ ! -e "$RUN/ledger/open/$policy" ]; then
     last "done"
-    exit 0
+    while kill -0 "$serving" 2>/dev/null; do # what was asked for last is sampled yet
+        [ "$near" = no ] || kill -USR1 "$serving"
+        wait "$serving"
+    done
+    if [ -z "$serving" ] || [ "$near" = no ] || "$MEGAFLOW_PYTHON" -m megaflow_hpc.rundir.marks "$RUN"; then exit 0; fi
 fi
+[ ! -e "$private/served" ] || status=$(cat "$private/served")
 # Slurm took this node for lost and has started the job anew elsewhere, or another job trains the policy now.
 [ "$(head -c 20 "$RUN/logs/trainer-$job.start")" = "$start" ] || exit 1
 later=$(newest trainers)

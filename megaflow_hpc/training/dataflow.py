@@ -100,7 +100,7 @@ class Dataflow:
         self.trainer = 0
         """The number of this start; 0 until something is written."""
         self._asks = planned is not None and training is None
-        self._say, self._said_at = say or logger.info, 0.0
+        self.tell, self._said_at = say or logger.info, 0.0
         self._ordinals: dict[int, int] = {}
         self._sequences = Sequences(self.run, self.policy)
         self._buffer: Buffer | None = None
@@ -249,7 +249,7 @@ class Dataflow:
             if plan is not None:
                 return plan, waited
             if why := self._over(number):
-                self._say(f"{self.run}: {why}; {number - 1} of {self.config.steps} steps are done")
+                self.tell(f"{self.run}: {why}; {number - 1} of {self.config.steps} steps are done")
                 return None, waited
             self._speak(number, time.monotonic() - began)
             time.sleep(pause)
@@ -326,7 +326,7 @@ class Dataflow:
     def _say_seldom(self, text: str) -> None:
         if time.monotonic() - self._said_at > SAID_S:
             self._said_at = time.monotonic()
-            self._say(text)
+            self.tell(text)
 
 
 def _missing(run: RunDir) -> TrainingConfig:

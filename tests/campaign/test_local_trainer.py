@@ -110,6 +110,30 @@ def test_a_campaign_without_slurm_trains_and_its_trainer_may_be_killed(
     assert "trainer of default: done" in said
 
 
+@pytest.mark.slow
+def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_one(
+    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=2)))
+    shared = LEARNING.replace("answers.yaml}", "answers.yaml, gpus: 0}").replace("steps: 2", "steps: 3")
+    shared += "slurm: {trainer: {share: sleep, gpus: 0}}\n"
+    result, done = run_local(make_campaign(2, shared, agent="mini-swe-agent"))
+    assert done.returncode == 0, done.stderr
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 12)
+    run = RunDir(result["run"])
+    assert [line[:2] for line in trained(run)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
+    assert [version.ordinal for version in versions(run, "default")] == [1, 2, 3]
+    words = ("asleep", "the trainer has the GPUs", "loading weights 1", "loading weights 2", "loading weights 3")
+    said = [line.partition("] ")[2] for line in (run.logs / "server-0-local.log").read_text().splitlines()]
+    told = [word for line in said for word in words if line.startswith(word)]
+    assert told[:3] == [*words[:3]], "a version is loaded when the trainer has moved off"
+    turns = [place for place, word in enumerate(told) if word == words[1]]
+    assert len(turns) == 4, "one step was made twice"
+    assert turns[2] < told.index("loading weights 2") < turns[3] < told.index("loading weights 3")
+    assert told.count("loading weights 2") == 1
+
+
 TWO = """\
 samples: 2
 models: {writer: {engine: scripted, script: answers.yaml}, critic: {engine: scripted, script: answers.yaml}}

@@ -69,8 +69,68 @@ def test_held_out_tasks_are_planned_for_evaluation_and_not_among_what_is_asked(
         Campaign.from_yaml(file).plan(launcher="local")
 
 
-def test_sharing_gpus_by_sleep_is_refused_rather_than_ignored(tmp_path: Path, make_campaign: Make) -> None:
+SHARED = """\
+samples: 2
+model: {engine: scripted, script: answers.yaml, gpus: 1}
+training: {policies: {default: {}}, mode: synchronous}
+slurm: {trainer: {share: sleep, sleep_level: 2}}
+"""
+
+
+def test_an_engine_that_sleeps_is_in_no_array_but_in_its_trainers_job(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    text = MODELS.replace("requeues: 7", "share: sleep")
-    with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: slurm.trainer.share: sleep is not there yet"):
+    (tmp_path / "judge").mkdir()
+    judge = "judge: {engine: scripted, script: answers.yaml, gpus: 4}, other: {engine: scripted, script: answers.yaml}"
+    text = SHARED.replace("model: ", "models: {learner: ").replace("gpus: 1}", f"gpus: 1}}, {judge}}}")
+    run = Campaign.from_yaml(make_campaign(1, text.replace("default", "learner"), agent="mini-swe-agent")).plan(
+        launcher="local"
+    )
+    servers = [(server.policy, server.model.get("sleep_level")) for server in run.record.servers]
+    assert servers[-1] == ("learner", 2)
+    assert sorted(servers[:-1]) == [("judge", None), ("other", None)]
+    assert [(group.first, group.count) for group in run.record.server_groups] == [(0, 1), (1, 1)]
+    said = subprocess.check_output(["bash", "-c", f'. {run.dir.env_sh}; echo "$MEGAFLOW_TRAINER_SHARE"'], text=True)
+    assert said == "sleep\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        (
+            "mode: synchronous",
+            "mode: bounded",
+            "training.mode: bounded: {}: nothing is sampled during a step: write",
+        ),
+        ("gpus: 1}", "gpus: 2}", r"model.gpus: 2: {}: slurm.trainer.gpus is 1: write the same"),
+        (
+            "gpus: 1}",
+            "gpus: 1, servers: {max: 2}}",
+            r"model.servers: 2: {}: one server sleeps .*: write .min: 1, max: 1",
+        ),
+        ("engine: scripted", "engine: sglang, path: judge", "model.engine: sglang: {}: only vLLM can be sent to sleep"),
+        ("share: sleep", "share: sleep, nodes: 2", "slurm.trainer.nodes: 2: {}: both are on one node: leave it out"),
+        ("gpus: 1}", "gpus: 1, nodes: 2}", "model.nodes: 2: {}: both are on one node: leave it out"),
+        ("slurm: {", "slurm: {together: true, ", "slurm.together: True: {}: the engine is in the trainer's job"),
+        (
+            "default: {}",
+            "default: {lora: {rank: 8}}",
+            "slurm.trainer.sleep_level: 2: {}: an adapter's model .*: write",
+        ),
+    ],
+)
+def test_where_trainer_and_engine_cannot_take_turns_the_key_is_named_and_what_to_do(
+    tmp_path: Path, make_campaign: Make, right: str, wrong: str, said: str
+) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    assert SHARED.count(right) == 1
+    campaign = make_campaign(1, SHARED.replace(right, wrong), agent="mini-swe-agent")
+    with pytest.raises(ConfigError, match=r"campaign.yaml:\d+: " + said.format("slurm.trainer.share: sleep")):
+        Campaign.from_yaml(campaign).plan(launcher="local")
+
+
+def test_two_policies_that_learn_do_not_share_gpus_by_sleep(tmp_path: Path, make_campaign: Make) -> None:
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
+    text = MODELS.replace("{learner: {}}}", "{learner: {}, judge: {}}, mode: synchronous}")
+    text = text.replace("requeues: 7", "share: sleep, gpus: 0")
+    with pytest.raises(ConfigError, match=r"training.policies: learner, judge: .*: one trainer takes turns"):
         Campaign.from_yaml(make_campaign(1, text, agent="mini-swe-agent")).plan(launcher="local")

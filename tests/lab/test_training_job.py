@@ -19,6 +19,7 @@ from megaflow_hpc.slurm import accounting
 from megaflow_hpc.training.plan import Plan, TrainingFiles
 from tests.support.campaigns import Make, cli, rows
 from tests.support.places import ROOT
+from tests.support.processes import kill, processes, processes_of
 from tests.support.scripted import SOLVE
 from tests.support.stand_in_trainer import interpreter, trained
 from tests.support.torch_ranks import engine_python
@@ -162,6 +163,50 @@ def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_n
     assert cli("cancel", run).returncode == 0
     until(lambda: not Run(run).live_jobs(0), "cancel ends it too")
     assert os.listdir(Path(run, "ledger", "open")) == []
+
+
+def test_an_engine_that_shares_gpus_is_in_the_trainers_job_and_both_may_be_killed(campaign: Path) -> None:
+    campaign.write_text(
+        campaign.read_text().replace("trainer: {partition: gpu,", "trainer: {partition: gpu, share: sleep, gpus: 0,")
+    )
+    run = Campaign.from_yaml(campaign).submit()
+    (trainer,) = run.job_ids("trainer")
+    assert [record.role for record in run.slurm_jobs.arrays.records()] == ["trainer", "pods", "gather"]
+    endpoint = run.dir.endpoint("default.0")
+    until(lambda: endpoint.exists() and json.loads(endpoint.read_text())["job_id"] == trainer, "it serves in the job")
+    first = json.loads(endpoint.read_text())["start"]
+    words = dict(processes())
+    found = processes_of("megaflow_hpc.model.server", str(run.path))
+    (server,) = [pid for pid in found if words[pid][1] == "-m"]
+    assert kill(server)
+    until(lambda: endpoint.exists() and json.loads(endpoint.read_text())["start"] != first, "another is started")
+    summary = run.wait(timeout_s=400)
+    assert summary["state"] == "finished"
+    told = trained(run.dir)
+    assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]], "killed while it slept"
+    used = [rollout for line in (told[0], *told[2:]) for rollout in line[2:]]
+    assert len(used) == len(set(used)) == summary["rollouts"]["completed"] == 12
+    assert run.job_ids("trainer") == [trainer]
+    log = (run.dir.logs / f"trainer-{trainer}.log").read_text()
+    assert log.count("asleep after") >= 4
+    assert log.index("asleep after") < log.index("loading weights 1")
+    until(lambda: not run.live_jobs(0), "every job has left")
+    until(
+        lambda: {state.state for state in accounting.finished_jobs([trainer]).values()} == {"COMPLETED"},
+        "the trainer has ended well, as accounting knows",
+    )
+    assert not endpoint.exists()
+
+
+def test_an_engine_in_the_trainers_job_that_never_starts_ends_the_trainer_for_good(campaign: Path) -> None:
+    text = campaign.read_text().replace("trainer: {partition: gpu,", "trainer: {partition: gpu, share: sleep, gpus: 0,")
+    campaign.write_text(text.replace("gpus: 0}", "gpus: 0, args: {no-such-option: 1}}"))
+    run = Campaign.from_yaml(campaign).submit()
+    until(lambda: _trainer(run.path).get("state") == "ended", "it has ended, and is not requeued")
+    word = _trainer(run.path)["last_word"]
+    assert (word["word"], word["exit_status"]) == ("failed", 2)
+    assert "--no-such-option" in word["cause"]
+    run.cancel()
 
 
 def _trainer(run: str | Path) -> dict[str, Any]:

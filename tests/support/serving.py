@@ -129,6 +129,21 @@ def conversation(*texts: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
 
 
+async def ask(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> int:
+    """The status of a request to a server's proxy, with the certificate that its endpoint file names."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+    async with aiohttp.ClientSession() as session:
+        async with session.request(method, record["url"] + path, headers=headers, json=body, ssl=pin) as response:
+            await response.read()
+            return response.status
+
+
+def chat(record: dict, key: str | None, text: str = "hello"):
+    """A conversation's next answer, asked of a server's proxy."""
+    return ask(record, "POST", "/v1/chat/completions", key, {"messages": conversation(text)})
+
+
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 """As /proc/net writes 127.0.0.1, ::1 and ::ffff:127.0.0.1."""
 

@@ -2,7 +2,8 @@
 
     stand_in_trainer.py RUN POLICY     with STAND_IN_DIES=2 it is killed in step 2, once planned, and not again
 
-Each step leaves a line ``start step rollout…`` in RUN/training/POLICY/trained. :func:`interpreter` makes what
+Where trainer and engine share GPUs it takes its turns, and is killed in one. Each step leaves a line
+``start step rollout…`` in RUN/training/POLICY/trained. :func:`interpreter` makes what
 ``MEGAFLOW_TRAINER_PYTHON`` may name.
 """
 
@@ -36,10 +37,13 @@ def trained(run: RunDir, policy: str = "default") -> list[list[str]]:
 
 def train(run: str, policy: str, dies: int) -> None:
     from megaflow_hpc.training.dataflow import Dataflow
+    from megaflow_hpc.training.gpu_turns import GpuTurns
 
     flow = Dataflow(run, policy)
+    turns = GpuTurns(flow)
     flow.restore()
     for step in flow.steps():
+        wake_s = turns.take(step.number)
         tokens = sum(batch.sampled for minibatch in step.minibatches() for batch in minibatch.microbatches(4096))
         ids = [rollout.id for rollout in step.plan.rollouts]
         with open(flow.files.path / "trained", "a") as told:
@@ -49,9 +53,10 @@ def train(run: str, policy: str, dies: int) -> None:
         with tempfile.TemporaryDirectory(dir=flow.run.path) as folder:
             (Path(folder) / "script.yaml").write_text((flow.run.path.parent.parent / "answers.yaml").read_text())
             step.publish(folder)
+        turns.give()
         checkpoint = flow.files.checkpoints / str(step.number)
         checkpoint.mkdir(exist_ok=True)
-        step.commit(checkpoint, {"sampled": tokens})
+        step.commit(checkpoint, {"sampled": tokens, "seconds/wake": wake_s})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.campaign.planning.agents import check_agents
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
+from megaflow_hpc.campaign.planning.sharing import check_sharing, sleeping
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
 from megaflow_hpc.config.sections import TaskSource
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
-from megaflow_hpc.resources import docs
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
 
@@ -81,7 +81,7 @@ class Draft:
     @property
     def servers(self) -> list[ServerRecord]:
         """One entry per engine array element, by index: its policy and its model."""
-        return list_servers(self.policies)
+        return list_servers(self.policies, sleeping(self.config))
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ def read(
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
-    for check in (check_supported, check_together):
+    for check in (check_supported, check_together, check_sharing):
         with draft.noting():
             check(config, where)
     with draft.noting():
@@ -262,8 +262,12 @@ def whole_groups(config: CampaignConfig) -> bool:
     return bool(scheduling.spare or scheduling.signal_after or scheduling.groups == "together")
 
 
-def list_servers(policies: dict[str, Policy]) -> list[ServerRecord]:
-    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side."""
+def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
+    """The engine array: ``servers.max`` elements a policy, those with equal GPUs and nodes side by side.
+
+    Args:
+        sleeping: policies whose server is in its trainer's job, behind all elements, and the level of its sleep.
+    """
     servers = [
         ServerRecord(name, model.model_dump(mode="json", exclude={"agent", "also"}), held=number >= least)
         for name, policy in policies.items()
@@ -272,13 +276,18 @@ def list_servers(policies: dict[str, Policy]) -> list[ServerRecord]:
         for least in (model.servers.min,)
         for number in range(model.servers.max)
     ]
+    for server in servers:
+        if level := (sleeping or {}).get(server.policy):
+            server.model["sleep_level"], server.held = level, False
     return sorted(servers, key=_shape)
 
 
 def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
-    """Neighbouring servers of one shape: one Slurm array each."""
+    """Neighbouring servers of one shape: one Slurm array each. Those in a trainer's job are in none."""
     groups: list[ServerGroup] = []
     for index, server in enumerate(servers):
+        if server.model.get("sleep_level"):
+            continue
         shape = (server.model["gpus"], server.held, server.model["nodes"])
         last = groups[-1] if groups else None
         if last and (last.gpus, last.held, last.nodes) == shape:
@@ -288,8 +297,8 @@ def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
     return groups
 
 
-def _shape(server: ServerRecord) -> tuple[int, int, bool]:
-    return -server.model["nodes"], -server.model["gpus"], server.held
+def _shape(server: ServerRecord) -> tuple[bool, int, int, bool]:
+    return "sleep_level" in server.model, -server.model["nodes"], -server.model["gpus"], server.held
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
@@ -307,11 +316,6 @@ def check_supported(config: CampaignConfig, where: Where) -> None:
     if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
         place = where("scheduling.retry_every")
         raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
-    if config.training and config.slurm.trainer.share == "sleep":
-        raise ConfigError(
-            f"{where('slurm.trainer.share')}: slurm.trainer.share: sleep is not there yet "
-            f"({docs('limits.md')}); leave it out, and give trainer and engines GPUs of their own"
-        )
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:

@@ -94,6 +94,7 @@ class Proxy:
         """Requests that the engine is sampling for: by the generate endpoint (``True``), by others (``False``)."""
         self._gate = asyncio.Event()
         self._gate.set()
+        self._holds = 0
         self._engine: Launch | None = None
         self._session: aiohttp.ClientSession | None = None
         self._server: HttpServer | None = None
@@ -150,12 +151,15 @@ class Proxy:
             continued: Do not wait for requests to the generate endpoint, whose answers tell each token's version.
         """
         self._gate.clear()
+        self._holds += 1
         try:
             while self._sampling[False] or (self._sampling[True] and not continued):
                 await asyncio.sleep(0.01)
             yield
         finally:
-            self._gate.set()
+            self._holds -= 1
+            if not self._holds:  # else another one goes on around it
+                self._gate.set()
 
     async def ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
         """Posts a request of the server's own to the engine (without a body it is a GET); returns status and text.

@@ -38,6 +38,7 @@ from megaflow_hpc.model.engines.process import EngineProcess
 from megaflow_hpc.model.server.gauge import Gauge
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
+from megaflow_hpc.model.server.sleep import Sleeper
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
@@ -45,6 +46,7 @@ from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.training import SharedGpu
 from megaflow_hpc.rundir.weights import Version
 from megaflow_hpc.texts import printable
 
@@ -110,6 +112,8 @@ class EngineServer:
         gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
         self._meter = Meter(run, what.name, gpus_of(gpus))
         self._leave = asyncio.Event()
+        level, gpu = int(what.model.get("sleep_level") or 0), SharedGpu(run, what.policy)
+        self._sleeper = Sleeper(gpu, level, self.weights, self._leave, self._say) if level else None
         self._fingerprint = ""
         self._status = 0
         self._scaler, self._consumers = LeaderLease(run, SCALER), Consumers()
@@ -153,6 +157,10 @@ class EngineServer:
     async def _keep_running(self, private: Path) -> int:
         failures = 0
         while True:
+            if self._sleeper is not None:
+                await self._sleeper.until_free()
+                if self._leave.is_set():
+                    return 0
             started = time.monotonic()
             version = Version(policy=self.what.policy)
             try:
@@ -236,26 +244,31 @@ class EngineServer:
         """Loads versions as they are published; raises :class:`_OtherWeights` if one needs a restart of the engine."""
         while True:
             await asyncio.sleep(self.weights_poll_s)
-            version = self.weights.next()
-            if version is None:
-                continue
-            self._say(f"loading {_named(version)}")
-            began = time.monotonic()
-            try:
-                if not launch.reload or not version.path:
-                    raise ModelServiceError("this engine is started anew for other weights")
-                await self.weights.load(version, launch)
-            except ModelServiceError as error:
-                self._say(str(error))
-                self.files.loading(version.version)
-                self.files.unregister()  # requests go to other servers, or wait at their gateways
-                await self._proxy.drain(DRAIN_S if launch.reload else ANSWER_S)
-                raise _OtherWeights from error
-            await self._beat()
-            if version.version in self.weights.refused:
-                self._say(f"{_named(version)} refused: {self.weights.refused[version.version]}")
-            else:
-                self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
+            async with self._sleeper.turn(self._proxy) if self._sleeper else contextlib.nullcontext() as slept:
+                version = self.weights.next()
+                if version is not None:
+                    await self._load(version, launch)
+                elif slept:
+                    await self._beat()  # it may have woken with other weights
+
+    async def _load(self, version: Version, launch: Launch) -> None:
+        self._say(f"loading {_named(version)}")
+        began = time.monotonic()
+        try:
+            if not launch.reload or not version.path:
+                raise ModelServiceError("this engine is started anew for other weights")
+            await self.weights.load(version, launch)
+        except ModelServiceError as error:
+            self._say(str(error))
+            self.files.loading(version.version)
+            self.files.unregister()  # requests go to other servers, or wait at their gateways
+            await self._proxy.drain(DRAIN_S if launch.reload else ANSWER_S)
+            raise _OtherWeights from error
+        await self._beat()
+        if version.version in self.weights.refused:
+            self._say(f"{_named(version)} refused: {self.weights.refused[version.version]}")
+        else:
+            self._say(f"serving {_named(version)}, loaded in place in {time.monotonic() - began:.1f} s")
 
     async def _beat(self) -> None:
         refused = [RefusedWeights(version, cause) for version, cause in self.weights.refused.items()]

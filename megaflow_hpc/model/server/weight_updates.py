@@ -202,7 +202,7 @@ class WeightUpdater:
             proxy.serving = Serving(version)
         if launch.reload == "vllm":
             try:
-                await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
+                await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             except ModelServiceError:
                 pass  # started without its development mode, or an older one: it tells no versions then
 
@@ -210,29 +210,29 @@ class WeightUpdater:
         """Has vLLM load an adapter, switches requests to it and unloads the previous one."""
         proxy = self._proxy
         name, before = f"{version.policy}@{version.version}", proxy.serving.adapter_name
-        await _post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
+        await post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
         async with proxy.hold(continued=False):
-            await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
+            await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             proxy.serving = Serving(version, name)
         if before:
             with contextlib.suppress(ModelServiceError):  # an adapter left behind costs only memory
-                await _post(proxy, "/v1/unload_lora_adapter", {"lora_name": before})
+                await post(proxy, "/v1/unload_lora_adapter", {"lora_name": before})
 
 
 async def _vllm(proxy: Proxy, version: Version, keep_running: bool) -> None:
-    await _post(proxy, f"/pause?mode={'keep' if keep_running else 'wait'}", {})
-    load = {"method": "reload_weights", "kwargs": {"weights_path": version.path}}
-    await _post(proxy, "/collective_rpc", load)
+    await post(proxy, f"/pause?mode={'keep' if keep_running else 'wait'}", {})
+    load = {"method": "reload_weights", "kwargs": {"weights_path": version.path or None}}
+    await post(proxy, "/collective_rpc", load)
     # Nothing computed with the old weights is used again, not by the requests that go on either.
-    reply = await _post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
+    reply = await post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
     if json.loads(reply or "{}").get("success") is False:
         raise ModelServiceError("the engine could not drop its prefix cache")
-    await _post(proxy, "/update_weight_version", {"new_version": str(version.version)})
-    await _post(proxy, "/resume", {})
+    await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
+    await post(proxy, "/resume", {})
 
 
 async def _sglang(proxy: Proxy, version: Version, keep_running: bool) -> None:
-    reply = await _post(proxy, "/update_weights_from_disk", {"model_path": version.path, "flush_cache": True})
+    reply = await post(proxy, "/update_weights_from_disk", {"model_path": version.path, "flush_cache": True})
     if json.loads(reply or "{}").get("success") is False:
         raise ModelServiceError(f"/update_weights_from_disk: {reply[:300]}")
 
@@ -245,15 +245,20 @@ async def _tells_versions(proxy: Proxy) -> bool:
     """Returns whether the engine's generate endpoint tells each token's version (vLLM 0.32 does)."""
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
     try:
-        choice = json.loads(await _post(proxy, GENERATE, body))["choices"][0]
+        choice = json.loads(await post(proxy, GENERATE, body))["choices"][0]
     except (ModelServiceError, ValueError, LookupError, TypeError):
         return False
     return bool(choice.get("weight_versions"))
 
 
-async def _post(proxy: Proxy, path: str, body: dict[str, Any]) -> str:
+async def post(proxy: Proxy, path: str, body: dict[str, Any], timeout_s: float = LOAD_S) -> str:
+    """Posts a request of the server's own to its engine; returns the answer's text.
+
+    Raises:
+        ModelServiceError: It was not answered with 200.
+    """
     try:
-        status, text = await proxy.ask(path, body, timeout_s=LOAD_S)
+        status, text = await proxy.ask(path, body, timeout_s)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ModelServiceError(f"{path}: {type(error).__name__}: {error}") from error
     if status != 200:

@@ -90,7 +90,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _line(metrics: dict[str, float], steps: int) -> str:
-    spent = {name: metrics.get(f"seconds/{name}", 0.0) for name in ("wait", "checkpoint", "publish")}
+    shared = ("sleep", "move", "wake") if "seconds/sleep" in metrics else ()
+    spent = {name: metrics.get(f"seconds/{name}", 0.0) for name in ("wait", *shared, "checkpoint", "publish")}
     shares = ", ".join(f"{name} {seconds / metrics['seconds']:.0%}" for name, seconds in spent.items())
     return (
         f"step {metrics['step']:.0f}/{steps}: reward {metrics['reward']:.3f}, passed {metrics['pass_rate']:.0%}, "

@@ -5,6 +5,7 @@ One step::
     plan (dataflow) → proximal log-probabilities of the whole step → epochs × minibatches × micro-batches →
     checkpoint, every so many steps → publish → commit
 
+Where trainer and engine share GPUs, they are taken behind the plan and given back before the commit.
 Whatever is killed at whatever instant, the next start reads the last checkpoint and makes the steps since then again,
 of the same plans; what was published already is not published twice. On SIGTERM the step at hand is ended, with a
 checkpoint; one that waits for rollouts is left to the next start.
@@ -31,6 +32,7 @@ from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.training.trainer import checkpoint, losses
@@ -85,6 +87,8 @@ class Trainer:
                 f"{flow.run}: publish.delta: an engine over {model['nodes']} nodes reads weights on each of them, and "
                 "deltas are put together on one node's disk; leave it out"
             )
+        self._turns = GpuTurns(flow)
+        self._turns.take(0)  # parameters are laid out on the GPUs
         torch.manual_seed(flow.config.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
@@ -118,9 +122,11 @@ class Trainer:
         if self.ranks.first:
             for left in files.path.glob(".export-*"):
                 remove_tree(left, ignore_errors=True)
+        self._give(Clock(self.ranks.device))
         for step in self._planned():
             clock = Clock(self.ranks.device)
             began = time.perf_counter()
+            self._take(step.number, clock)
             metrics = self._train(step, clock)
             self.stopping = bool(self.ranks.tell(self.stopping))
             last = step.number >= flow.config.steps or self.stopping
@@ -132,6 +138,7 @@ class Trainer:
             if due and step.number > published and self._moved:
                 with clock("publish"):
                     self._publish(step)
+            self._give(clock)
             seconds = clock.seconds | {"wait": step.wait_s, "plan": step.plan_s}
             metrics["seconds"] = time.perf_counter() - began + step.wait_s + step.plan_s
             metrics |= {f"seconds/{name}": spent for name, spent in seconds.items()}
@@ -151,6 +158,22 @@ class Trainer:
             if step is None:
                 return
             yield step
+
+    def _take(self, step: int, clock: Clock) -> None:
+        if self._turns.shared:
+            self._waiting = True
+            with clock("sleep"):
+                clock.seconds["wake"] = self._turns.take(step)
+            self._waiting = False
+            with clock("move"):
+                self.optimizer.to(self.ranks.device)
+
+    def _give(self, clock: Clock) -> None:
+        if self._turns.shared:
+            with clock("move"):
+                self.optimizer.to("cpu")
+                self.ranks.barrier()
+            self._turns.give()
 
     def _publish(self, step: Step) -> None:
         """Publishes the policy, as a delta where that is asked for and small."""

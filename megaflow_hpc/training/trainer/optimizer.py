@@ -15,6 +15,8 @@ import torch  # type: ignore[import-not-found]
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer.model import Policy
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class Optimizer:
     """AdamW of a policy's trained parameters.
@@ -82,6 +84,16 @@ class Optimizer:
             self.adamw.zero_grad(set_to_none=True)
 
     @torch.no_grad()
+    def to(self, device: Any) -> None:
+        """Moves the policy, masters and moments to a device, of what ranks share each its part; no gradient is left."""
+        self.policy.to(device)
+        torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # in their places, as a module's are
+        for master in self.masters.values():
+            self._state(master).update({name: self._state(master)[name].to(device) for name in MOMENTS})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
     def round(self) -> None:
         """Makes the model's parameters the rounding of their masters."""
         for parameter, master in self._rounded:
@@ -103,7 +115,7 @@ class Optimizer:
         for name, master in self.masters.items():
             state = self._state(master)
             found |= {f"master.{name}": master.detach()}
-            found |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+            found |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
         return found
 
     def _state(self, master: Any) -> dict[str, Any]:

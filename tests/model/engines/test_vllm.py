@@ -17,6 +17,7 @@ from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.trajectory import Recording, TokenSequence
 from megaflow_hpc.types import ModelEndpoint
+from tests.support.gpu_trainer import Trainer, asleep
 from tests.support.reported import check_against_reported, reported
 from tests.support.serving import Servers, only_the_proxy_is_reached
 
@@ -35,7 +36,7 @@ def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         args = {"max-model-len": CONTEXT, "dtype": "float32", "distributed-executor-backend": "uni"}
         section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
-        section |= {"args": args, "weights": {"running": "continue"}}
+        section |= {"args": args, "weights": {"running": "continue"}, "sleep_level": 2}
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers
@@ -322,3 +323,37 @@ def test_a_delta_is_loaded_as_the_whole_version_that_it_stands_for(
         assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
 
     asyncio.run(scenario())
+
+
+def test_it_sleeps_while_a_trainer_has_the_gpus_and_answers_what_waited_by_what_was_published(
+    vllm: Servers, other_weights: Path
+) -> None:
+    """Its CPU worker frees nothing when it is asked to; endpoints, scheduler and reloading are those of GPUs."""
+    trainer = Trainer(vllm.run)
+
+    async def scenario() -> None:
+        async with rollout(vllm) as (gateway, model):
+            body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
+            await post(model, body)
+            for source in (other_weights, None, Path(vllm.entries[0].model["path"])):
+                await asyncio.to_thread(trainer.take)
+                assert await asleep(vllm)
+                late = asyncio.create_task(post(model, body))
+                await asyncio.wait({late}, timeout=1)
+                assert not late.done()
+                if source is not None:
+                    await asyncio.to_thread(weights.publish, vllm.run, source)
+                trainer.gpu.release()
+                await late
+                assert not await asleep(vllm)
+                newest = weights.current(vllm.run, "default").version
+                async with asyncio.timeout(10):  # not only with the next heartbeat: a trainer waits for it
+                    await serves(vllm, newest)
+                sequence = (await gateway.close("t/default/0")).sequences[-1]
+                assert {*sequence.weight_versions} == {-1, newest}
+                model = await gateway.open("t/default/0", "default")
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        trainer.die()

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from megaflow_hpc.errors import ConfigError
@@ -24,24 +23,11 @@ from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.monitor.engines import servers as shown_servers
 from megaflow_hpc.rundir.record import ServerRecord
-from tests.support.serving import Servers, conversation, descendants, listeners
+from tests.support.serving import Servers, ask, chat, descendants, listeners
 from tests.support.waiting import until
 
 ANSWER = {"default": ["fine"]}
 SLOW = {"tasks": [{"when": "hello", "answers": [{"text": "late", "delay_s": 1.5}]}]}
-
-
-async def ask(record: dict, method: str, path: str, key: str | None, body: dict | None = None) -> int:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-    async with aiohttp.ClientSession() as session:
-        async with session.request(method, record["url"] + path, headers=headers, json=body, ssl=pin) as response:
-            await response.read()
-            return response.status
-
-
-def chat(record: dict, key: str | None, text: str = "hello"):
-    return ask(record, "POST", "/v1/chat/completions", key, {"messages": conversation(text)})
 
 
 def test_it_registers_once_it_completes_and_unregisters_when_told(servers: Servers) -> None:

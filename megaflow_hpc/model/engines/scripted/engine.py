@@ -1,7 +1,8 @@
 """The scripted engine's HTTP application, from messages to text with token ids.
 
-It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health`` as engines do; :mod:`.scale_out`
-adds vLLM's render, generate and derender. It runs in the same server as any engine, so a campaign can be driven to a
+It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health`` as engines do, and vLLM's
+``/sleep``, ``/wake_up`` and ``/is_sleeping``: asleep it fails what asks for an answer; :mod:`.scale_out` adds vLLM's
+render, generate and derender. It runs in the same server as any engine, so a campaign can be driven to a
 known end without weights.
 """
 
@@ -22,6 +23,9 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
 from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, render
 
+SLEEPS = frozenset({"weights", "kv_cache"})
+"""What vLLM wakes by these tags."""
+
 
 class ScriptedEngine:
     """Answers requests from a script.
@@ -35,6 +39,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:
         self.script, self.model_name, self.max_model_len = script, model_name, max_model_len
+        self._asleep: set[str] = set()
         self._slots: Any = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
 
     def application(self) -> web.Application:
@@ -44,6 +49,9 @@ class ScriptedEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post(CHAT, self._chat)
         app.router.add_post(COMPLETIONS, self._complete)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -52,6 +60,19 @@ class ScriptedEngine:
     async def _models(self, _: web.Request) -> web.Response:
         card = {"id": self.model_name, "object": "model", "owned_by": "script", "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        if (level := request.query.get("level", "1")) not in ("0", "1", "2"):
+            return error(422, f"level {level}: expected 0, 1 or 2")
+        self._asleep |= SLEEPS if level != "0" else set()
+        return web.json_response({"status": "sleeping", "level": int(level)})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self._asleep -= set(request.query.getall("tags", list(SLEEPS)))
+        return web.json_response({"status": "sleeping" if self._asleep else "awake"})
+
+    async def _is_sleeping(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": bool(self._asleep)})
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await body_of(request)
@@ -105,6 +126,8 @@ class ScriptedEngine:
         """
         async with self._slots:
             await asyncio.sleep(answer.delay_s)
+        if self._asleep:
+            return error(500, "the engine is asleep")
         if answer.status != 200:
             return error(answer.status, answer.text or "scripted error")
         room = self.max_model_len - prompt

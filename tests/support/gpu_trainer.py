@@ -1,0 +1,55 @@
+"""The trainer's side of GPUs that it shares with a server's engine, by a process that can be killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import aiohttp
+
+from megaflow_hpc.host.process import Identity
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.training import Given, SharedGpu
+from tests.support.serving import Servers
+from tests.support.waiting import until
+
+
+class Trainer:
+    """The trainer's side, of a process that can be killed."""
+
+    def __init__(self, run: RunDir) -> None:
+        (run.training / "default").mkdir(parents=True, exist_ok=True)
+        self.gpu = SharedGpu(run, "default")
+        self.process = subprocess.Popen(["sleep", "600"])
+        found = Identity.of(self.process.pid)
+        assert found is not None
+        self.identity, self._turns = found, 0
+
+    def want(self) -> str:
+        self._turns += 1
+        turn = f"{self.identity}.{self._turns}"
+        self.gpu.want(turn, self.identity)
+        return turn
+
+    def take(self) -> Given:
+        """Waits until the GPUs are given."""
+        turn = self.want()
+        until(lambda: self.gpu.given(turn), "the GPUs are given", 30, 0.02)
+        found = self.gpu.given(turn)
+        assert found is not None
+        return found
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+async def asleep(servers: Servers) -> bool:
+    """Whether the engine of the first server itself says that it sleeps."""
+    record = servers.record(0)
+    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
+    key = json.loads((servers.run.endpoints / ".default.0.admin").read_text())["key"]
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.get(record["url"] + "/is_sleeping", ssl=pin) as reply:
+            return bool((await reply.json())["is_sleeping"])
