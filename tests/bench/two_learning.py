@@ -3,8 +3,8 @@
     cd FOLDER; python -m tests.bench.two_learning [--steps 10] [--mode bounded:1] [--lasting 10 --slots 76]
 
 FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/base``. Without Slurm. It prints each
-one's mean rewards by step, how many rollouts were trained on, twice, or by the other's trainer, and the mean seconds from
-one step's commit to the next, of both. With ``--lasting`` rollouts take as long as agents that work do, in
+one's mean rewards by step, how many rollouts were trained on, twice, or by the other's trainer, and the mean seconds
+from one step's commit to the next, of both. With ``--lasting`` rollouts take as long as agents that work do, in
 proportion: each waits before it asks, with the mean in seconds and the heavy tail of ``tests.bench.pace``.
 """
 
