@@ -211,7 +211,8 @@ def test_servers_of_a_trained_policy_look_for_weights_often_and_not_too_often_to
 
 
 def test_the_docs_show_the_defaults(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "how-to" / "training.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    text = (ROOT / "docs" / "how-to" / "training.md").read_text()
+    text = text.partition("## The campaign's keys")[2].partition("```yaml\n")[2].partition("```")[0]
     policies = yaml.safe_load(text)["training"]["policies"]["default"]
     assert policies.keys() == PolicyTraining.model_fields.keys()
     assert policies["loss"].keys() == LossConfig.model_fields.keys()

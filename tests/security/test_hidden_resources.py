@@ -82,7 +82,7 @@ DESCRIPTORS = (
     "for _ in range(160):\n"
     " if os.fork() == 0:\n"
     "  for _ in range(1000): os.open('/dev/null', os.O_RDONLY)\n"
-    "  time.sleep(60)\n" + REST
+    "  time.sleep(100); os._exit(0)\n" + REST
 )
 
 

@@ -132,6 +132,7 @@ def test_no_script_reads_more_words_of_a_run_directory() -> None:
         'wc -c 2>/dev/null <"$count" || echo 0',  # a number by wc
         'find "$open" -mmin +10 2>/dev/null',  # whether it says anything
         'cat "$MEGAFLOW_POD_DIR/state" 2>/dev/null || echo lost',  # the pod's own, of mode 0700
+        'cat "$private/served"',  # the job's own, of mode 0700
         'cat "/proc/$PPID/comm" 2>/dev/null',
     }
     reading = re.compile(r"\$\(((?:cat|head|tail|ls|wc|find|grep|<)\b[^()]*)\)")

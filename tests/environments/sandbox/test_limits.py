@@ -23,7 +23,7 @@ from tests.support.waiting import until_async
 InSandbox = Callable[..., Any]
 Look = Callable[[int], Awaitable[None]]
 
-HOG = ["python3", "-c", "held = []\nwhile True: held.append(b'x' * 10_000_000)"]
+HOG = ["python3", "-c", "import time; held = []\nwhile True: held.append(b'x' * 10_000_000); time.sleep(0.03)"]
 BOMB = ["bash", "-c", "bomb() { bomb | bomb & }; bomb; sleep 60"]
 FORKS = [
     "python3",
