@@ -43,7 +43,9 @@ class PodView:
     def adopt(self, told: Summary) -> None:
         """Takes in what its first events amount to."""
         for event in told.events:
-            self.apply(event)
+            if isinstance(event, (PodEvent, ProgressEvent, WorkerEvent)):  # of single rollouts it has summed up itself
+                self.apply(event)
+        self.grown_at = time.monotonic()
         self.seen_at, self.busy_at = told.t, told.busy_at
 
     def hear(self, progress: Progress) -> None:

@@ -48,7 +48,8 @@ Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """One line. Fields that are ``None`` are not written."""
+    """One line. Fields that are ``None`` are not written. Of those that there are by the hundred thousand the garbage
+    collector knows nothing (``gc=False``): they hold texts and numbers."""
 
     t: Time = 0.0
     """Seconds UTC; set when it is written."""
@@ -107,7 +108,7 @@ class ProgressEvent(Event, tag="progress", omit_defaults=False):
     """Core-seconds that the allocation has cost so far."""
 
 
-class StartEvent(Event, tag="start"):
+class StartEvent(Event, tag="start", gc=False):
     """A rank was given a rollout: an attempt begins there."""
 
     id: str
@@ -115,7 +116,7 @@ class StartEvent(Event, tag="start"):
     attempt: Count
 
 
-class RolloutEvent(Event, tag="rollout", omit_defaults=False):
+class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     """One stored rollout."""
 
     id: str
@@ -134,7 +135,7 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False):
     disk_peak_mb: Number | None = None
 
 
-class AttemptEvent(Event, tag="attempt"):
+class AttemptEvent(Event, tag="attempt", gc=False):
     """An attempt failed and is repeated. ``kind`` is its cause."""
 
     id: str

@@ -10,6 +10,7 @@ where an earlier version wrote the journals.
 from __future__ import annotations
 
 import argparse
+import resource
 import shutil
 import tempfile
 import time
@@ -121,6 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=2000, help="of a rollout; 30000 are 0.5 MB")
     parser.add_argument("--directory", type=Path, help="on the file system to be measured")
     given = parser.parse_args(arguments)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # journals of pods that are killed are never closed
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-", dir=given.directory) as folder:
         for figure in figures(given.pods, given.rollouts, given.tokens, Path(folder)):
             goal = f" (goal {figure.goal})" if figure.goal else ""

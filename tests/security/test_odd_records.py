@@ -34,6 +34,7 @@ from megaflow_hpc.rundir.pods.condenser import Condenser, SummaryWriter
 from megaflow_hpc.rundir.pods.summary import EndedBadly
 from megaflow_hpc.slurm.ids import by_cluster
 from tests.support.harbor_tasks import write_solved_task
+from tests.support.ledgers import LEASE, NOW
 from tests.support.samples import commit, trajectory
 from tests.support.steering import EVIL, harmless
 
@@ -59,13 +60,12 @@ ODD: dict[str, str] = {
     "deep": DEEP,
 }
 """JSON as Python reads it, for any field of any record."""
-T = 1.79e9
 IDS = ("task0/oracle/0", "task1/oracle/0000")
 
 
 def example(kind: Any) -> Any:
     """A record with a value in every field."""
-    values = {int: 1, float: T, str: IDS[1], list: ["a"]}
+    values = {int: 1, float: NOW, str: IDS[1], list: ["a"]}
     fields = {field.name: _plain(field.type) for field in msgspec.structs.fields(kind)}
     return kind(**{name: "failed" if name == "status" else values[plain] for name, plain in fields.items()})
 
@@ -217,7 +217,10 @@ def batched(names: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("odd", grouped(ODD))
 def test_any_value_in_any_field_of_any_event(run: RunDir, odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    started = [PodEvent(t=T, state="started", node="n2"), WorkerEvent(t=T, rank=1, state="ready", slots=2, node="n2")]
+    started = [
+        PodEvent(t=NOW, state="started", node="n2"),
+        WorkerEvent(t=NOW, rank=1, state="ready", slots=2, node="n2"),
+    ]
     first = b"".join(map(encode, started))
     names = []
     for number, (name, line) in enumerate(line for one in odd for line in lines(ODD[one])):
@@ -241,7 +244,7 @@ def summarised() -> Any:
     for kind in get_args(AnyEvent):
         event = example(kind)
         if isinstance(event, RolloutEvent):
-            condenser.apply(RolloutEvent(t=T, id=IDS[0], status="completed", inexact=3))
+            condenser.apply(RolloutEvent(t=NOW, id=IDS[0], status="completed", inexact=3))
             event.kind = "node"
         if isinstance(event, WorkerEvent):
             event.state, event.node = "ready", "n1"
@@ -316,30 +319,12 @@ def test_any_value_in_any_field_of_a_summary(run: RunDir, odd: list[str], capsys
 )
 def test_bytes_that_are_no_summary(run: RunDir, body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     for number, data in enumerate((packed(body), body, packed(body)[:5])):
-        (run.events / f"{number}.0.jsonl").write_bytes(encode(RolloutEvent(t=T, id=IDS[0], status="completed")))
+        (run.events / f"{number}.0.jsonl").write_bytes(encode(RolloutEvent(t=NOW, id=IDS[0], status="completed")))
         (run.events / f"{number}.0.summary").write_bytes(data)
     counts_as_before(run, capsys)
 
 
-LEASE = {
-    "pod": "8_0",
-    "start": "0",
-    "job_id": "",
-    "host": "elsewhere",
-    "pid": 7,
-    "pid_start": 8,
-    "counter": 3,
-    "t": T,
-    "running": 1,
-    "queued": 1,
-    "stored": 1,
-    "tokens": 1,
-    "tokens_per_s": 1.5,
-    "core_s": 10.0,
-    "began_at": T,
-    "ended": False,
-}
-PROGRESS = [T, 1, 1, 1, 1, 1.5]
+PROGRESS = [NOW, 1, 1, 1, 1, 1.5]
 COORDINATOR = {"holder": "8_0.0", "count": 1, "pods": 1, "exceeded": "", "progress": {"8_0.0": PROGRESS}}
 ENDPOINT = {
     "server": "default.0",
@@ -348,7 +333,7 @@ ENDPOINT = {
     "model_name": "m",
     "node": "n1",
     "weight": 1.0,
-    "started_at": T,
+    "started_at": NOW,
     "heartbeat": 1,
     "weight_version": 1,
     "refused": {"version": 2, "cause": "c"},
@@ -356,14 +341,14 @@ ENDPOINT = {
     "waiting": 1,
     "wait_s": 0.5,
 }
-GONE = {"server": "default.1", "policy": "default", "cause": "c", "job_id": "7", "log": "/log", "at": T}
+GONE = {"server": "default.1", "policy": "default", "cause": "c", "job_id": "7", "log": "/log", "at": NOW}
 ADDED = {"rollouts": 0, "cut": [1], "digest": "d", "first": 2}
 LIVE = {"rollouts": {IDS[1]: {"calls": 1, "tokens": 1, "waits": True, "quiet_s": 1.0}}, "transcripts": {}}
 FILES: dict[str, Any] = {
     "ledger/leases/{}.0": LEASE,
     "ledger/gpus/{}.json": {"gpus": 1, "gpu_s": 10.0},
     "ledger/added/{}.0": ADDED,
-    "ledger/jobs/1{}.json": {"role": "pods", "id": "1", "elements": 1, "base": 0, "policy": "", "submitted_at": T},
+    "ledger/jobs/1{}.json": {"role": "pods", "id": "1", "elements": 1, "base": 0, "policy": "", "submitted_at": NOW},
     "endpoints/{}.json": ENDPOINT,
     "endpoints/{}.failed.json": GONE,
     "endpoints/{}.starting": GONE,
@@ -382,7 +367,7 @@ def test_any_value_in_any_field_of_what_pods_and_servers_say(
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(text)
             if "leases" in place:
-                (run.events / f"{number}.0.jsonl").write_bytes(encode(PodEvent(t=T, state="started", node="n2")))
+                (run.events / f"{number}.0.jsonl").write_bytes(encode(PodEvent(t=NOW, state="started", node="n2")))
     assert number > 50 * len(odd)
     counts_as_before(run, capsys)
 
@@ -392,8 +377,8 @@ def test_any_value_in_what_one_pod_says_for_all_and_in_what_viewers_are_told(
     run: RunDir, odd: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run.path / "live").mkdir(exist_ok=True)
-    begun = StartEvent(t=T, id=IDS[1], rank=1, attempt=0)
-    (run.events / "9.0.jsonl").write_bytes(encode(PodEvent(t=T, state="started")) + encode(begun))
+    begun = StartEvent(t=NOW, id=IDS[1], rank=1, attempt=0)
+    (run.events / "9.0.jsonl").write_bytes(encode(PodEvent(t=NOW, state="started")) + encode(begun))
     (run.path / "ledger/limits.json").write_text(
         f'{{"core_hours": {ODD[odd]}, "gpu_hours": {ODD[odd]}, "wall": {ODD[odd]}}}'
     )
@@ -415,7 +400,7 @@ def test_any_value_in_what_one_pod_says_for_all_and_in_what_viewers_are_told(
 
 def test_a_lease_that_says_nonsense_lets_no_limit_pass(run: RunDir) -> None:
     """Neither takes it back what others have used, nor keeps it whoever sums up from going on."""
-    used = {"a.0": {"core_s": 4 * 3600.0, "began_at": T}}
+    used = {"a.0": {"core_s": 4 * 3600.0, "began_at": NOW}}
     for wrong in (math.nan, -math.inf, -1e9, "x", None, [], 10**400):
         budget = CampaignBudget(run, {"core_hours": 3})
         assert "4.00 core-hours are used" in budget.exceeded({**used, "b.0": {"core_s": wrong, "began_at": wrong}})

@@ -1,9 +1,31 @@
-"""Rollouts for the blocks of a ledger, tasks for these, and a clock set by hand."""
+"""Rollouts for the blocks of a ledger, tasks for these, a lease, and a clock set by hand."""
 
 from __future__ import annotations
 
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.types import Rollout
+
+NOW = 1.79e9
+"""A time in records, seconds since 1970."""
+LEASE = {
+    "pod": "8_0",
+    "start": "0",
+    "job_id": "",
+    "host": "elsewhere",
+    "pid": 7,
+    "pid_start": 8,
+    "counter": 3,
+    "t": NOW,
+    "running": 1,
+    "queued": 1,
+    "stored": 1,
+    "tokens": 1,
+    "tokens_per_s": 1.5,
+    "core_s": 10.0,
+    "began_at": NOW,
+    "ended": False,
+}
+"""A lease as its file holds it, of a pod that ran on another host."""
 
 
 def rollouts(tasks: int, samples: int = 1) -> list[Rollout]:

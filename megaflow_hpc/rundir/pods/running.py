@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
 from megaflow_hpc.rundir.pods.summary import Summary
@@ -12,8 +13,7 @@ from megaflow_hpc.rundir.pods.summary import Summary
 ENDED = ("done", "drained", "paused", "lost")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where one attempt runs, or ran."""
 
     id: str
@@ -101,9 +101,10 @@ class RunningRollouts:
 
     def _note_stored(self, rollout: str, at: float) -> None:
         self._stored_at[rollout] = max(at, self._stored_at.get(rollout, 0.0))
-        later = {k: p for k, p in self._running.pop(rollout, {}).items() if p.began_at > at}
-        if later:  # what failed was begun anew
-            self._running[rollout] = later
+        if rollout in self._running:
+            later = {k: p for k, p in self._running.pop(rollout).items() if p.began_at > at}
+            if later:  # what failed was begun anew
+                self._running[rollout] = later
 
     def _start(self, pod: str, event: StartEvent) -> None:
         """Another pod, or another start of this one, may have had it before, and its file may be read later."""
@@ -115,8 +116,10 @@ class RunningRollouts:
             return
         self.last[event.id] = place
         if event.t >= self._stored_at.get(event.id, 0.0):
-            twins = {key: twin for key, twin in self._running.get(event.id, {}).items() if key[0] == pod}
-            self._running[event.id] = {**twins, (pod, event.rank): place}
+            running = self._running.get(event.id)
+            twins = {key: twin for key, twin in running.items() if key[0] == pod} if running else {}
+            twins[pod, event.rank] = place
+            self._running[event.id] = twins
 
     def _failed(self, pod: str, rollout: str, cause: str, rank: int | None = None) -> None:
         place = self._begun.get(pod, {}).get(rollout)

@@ -45,7 +45,7 @@ RECENT_S = 300.0
 """Rollouts that were stored within so many seconds before the last event are told by the second."""
 
 
-class EndedBadly(msgspec.Struct, array_like=True):
+class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     """A rollout that is stored as failed or cancelled, which may be run again."""
 
     id: str
@@ -105,15 +105,26 @@ def digest(rollout: str) -> bytes:
 
 
 class Wanted:
-    """Rollouts that are looked for among the digests of many pods."""
+    """Rollouts that are looked for among the digests of many pods.
+
+    Of millions nearly all fall through a sieve, by their low bits, before any becomes a number of Python's.
+    """
 
     def __init__(self, rollouts: Iterable[str]) -> None:
+        import numpy as np  # here, as most looks find no digests
+
         self._ids = {_number(digest(rollout)): rollout for rollout in rollouts}
-        self._numbers = frozenset(self._ids)
+        self._sieve = np.zeros(32 << len(self._ids).bit_length(), dtype=bool)
+        self._low_bits = np.uint64(len(self._sieve) - 1)
+        self._sieve[np.fromiter(self._ids, np.uint64, len(self._ids)) & self._low_bits] = True
 
     def among(self, digests: bytes) -> list[str]:
         """Returns those whose digests are there."""
-        return [self._ids[number] for number in self._numbers.intersection(memoryview(digests).cast("Q"))]
+        import numpy as np
+
+        numbers = np.frombuffer(digests, np.uint64)
+        left = numbers[self._sieve[numbers & self._low_bits]].tolist()
+        return [self._ids[number] for number in self._ids.keys() & left]
 
 
 def _number(one: bytes) -> int:
@@ -126,7 +137,7 @@ def busy_at(before: float, event: AnyEvent) -> float:
     Args:
         before: the same until then; 0 before the first.
     """
-    return event.t if isinstance(event, StartEvent | RolloutEvent | AttemptEvent) or not before else before
+    return event.t if isinstance(event, (StartEvent, RolloutEvent, AttemptEvent)) or not before else before
 
 
 def policy_of(rollout: str) -> str:

@@ -46,37 +46,20 @@ from megaflow_hpc.trajectories.journal.frames import (
 from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.security.fuzz.target import Broken, Feed, Target
+from tests.support.ledgers import LEASE, NOW
 from tests.support.samples import run_dir
 from tests.support.steering import harmless
 
-_T = 1.79e9
 _EVENTS = (
-    PodEvent(t=_T, state="started", format_version=1, job_id="7_0", node="n1", ranks=3),
-    WorkerEvent(t=_T, rank=1, state="ready", slots=2, node="n1"),
-    WorkerEvent(t=_T, rank=2, state="excluded", node="n2", why="no scratch"),
-    ProgressEvent(t=_T + 1, running=1, queued=2, stored=3, core_s=4.5),
-    StartEvent(t=_T + 2, id="t/p/0", rank=1, attempt=0),
-    AttemptEvent(t=_T + 3, id="t/p/0", attempt=0, kind="sandbox", error="e", rank=1),
-    RolloutEvent(t=_T + 4, id="t/p/0", status="failed", kind="node", error="e", seconds=1.5, turns=2, inexact=1),
-    RolloutEvent(t=_T + 5, id="t/p/1", status="completed", reward=0.5, cpu_s=1.0, memory_peak_mb=2.0, inexact=1),
+    PodEvent(t=NOW, state="started", format_version=1, job_id="7_0", node="n1", ranks=3),
+    WorkerEvent(t=NOW, rank=1, state="ready", slots=2, node="n1"),
+    WorkerEvent(t=NOW, rank=2, state="excluded", node="n2", why="no scratch"),
+    ProgressEvent(t=NOW + 1, running=1, queued=2, stored=3, core_s=4.5),
+    StartEvent(t=NOW + 2, id="t/p/0", rank=1, attempt=0),
+    AttemptEvent(t=NOW + 3, id="t/p/0", attempt=0, kind="sandbox", error="e", rank=1),
+    RolloutEvent(t=NOW + 4, id="t/p/0", status="failed", kind="node", error="e", seconds=1.5, turns=2, inexact=1),
+    RolloutEvent(t=NOW + 5, id="t/p/1", status="completed", reward=0.5, cpu_s=1.0, memory_peak_mb=2.0, inexact=1),
 )
-_LEASE = {
-    "pod": "1",
-    "start": "0",
-    "job_id": "7_0",
-    "host": "h",
-    "pid": 7,
-    "pid_start": 8,
-    "counter": 3,
-    "t": _T + 9,
-    "running": 1,
-    "queued": 1,
-    "stored": 1,
-    "tokens": 1,
-    "tokens_per_s": 1.5,
-    "core_s": 10.0,
-    "began_at": _T,
-}
 
 
 def _said(run: RunDir) -> None:
@@ -216,6 +199,6 @@ def targets() -> list[Target]:
     return [
         Target("events", _lines, lines, form="json", count=200, words=(b"NaN", b"1e999", b"9" * 400)),
         Target("summaries", _summaries, _condensed, form="msgpack"),
-        Target("leases", _leases, lambda: [json.dumps(_LEASE).encode()], form="json", words=(b"NaN", b"-Infinity")),
+        Target("leases", _leases, lambda: [json.dumps(LEASE).encode()], form="json", words=(b"NaN", b"-Infinity")),
         Target("tables", _tables, frames, form="msgpack"),
     ]
