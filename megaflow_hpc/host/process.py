@@ -80,12 +80,27 @@ def kill_each(pids: Iterable[int]) -> int:
     return sum(identity.kill() for pid in pids if (identity := Identity.of(pid)))
 
 
+def read_proc(path: str) -> bytes:
+    """Returns a file of ``/proc``, in half the system calls of a file object: a watchdog reads thousands a second.
+
+    Raises:
+        OSError: it cannot be read; the process is gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = data = os.read(descriptor, 65536)
+        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # the kernel gives it by the page
+            found += data
+        return found
+    finally:
+        os.close(descriptor)
+
+
 def stat_fields(pid: int) -> list[str]:
     """Returns the fields of ``/proc/PID/stat`` from the third (state) on; empty if the process is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The second field, in brackets, may hold blanks and brackets itself.
-            return file.read().rpartition(b")")[2].decode().split()
+        # The second field, in brackets, may hold blanks and brackets itself.
+        return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
     except OSError:
         return []
 
@@ -131,8 +146,7 @@ def children(pid: int, threads: int | None = None) -> list[int]:
     found: list[int] = []
     for name in names:
         try:
-            with open(f"/proc/{pid}/task/{name}/children", "rb") as file:
-                found += map(int, file.read().split())
+            found += map(int, read_proc(f"/proc/{pid}/task/{name}/children").split())
         except OSError:
             continue
     return found

@@ -1,7 +1,7 @@
 """Hands commands to the workers of one container's runner; reads what they print, times and ends them.
 
 A command costs one write into the FIFO of a worker, which waits for it already, and one line back. It prints into two
-FIFOs whose reading ends were opened before; they are read when it has ended, and from :data:`_SHORT_S` on as it prints.
+FIFOs whose reading ends were opened before; they are read when it has ended, and a little later on as it prints.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ MAX_WORKERS = 64
 
 _SESSION = -1
 """The number of a worker that is a session's shell."""
-
-_SHORT_S = 0.002
-"""Most commands of an agent's inner loop end sooner, and need no look at their output before."""
 
 KILL_GRACE_S = 10.0
 """Seconds from the kill of a command to its end; a process in uninterruptible sleep may need them."""
@@ -217,7 +214,8 @@ class CommandDispatcher:
                 ) from error
             raise
         worker.command = self._commands[running.number] = running
-        running.listening = asyncio.get_running_loop().call_later(_SHORT_S, self._listen, running)
+        RunningCommand.under_way += 1
+        running.listening = asyncio.get_running_loop().call_later(running.unheard_s(), self._listen, running)
         return running
 
     def _line(
@@ -259,7 +257,7 @@ class CommandDispatcher:
         try:
             command.pair.renew()
         except OSError:  # as many descriptors as this process may have; the command waits as long
-            command.listening = loop.call_later(10 * _SHORT_S, self._listen, command)
+            command.listening = loop.call_later(10 * command.unheard_s(), self._listen, command)
             return
         held = [stream for stream in (0, 1) if command.pair.held[stream]]  # the pair may go on to another command
         for stream in held:
@@ -310,6 +308,7 @@ class CommandDispatcher:
         command.end(status)
 
     def _withdraw(self, command: RunningCommand) -> None:
+        RunningCommand.under_way -= 1
         command.worker.command = None
         del self._commands[command.number]
         self._remove_files(command)

@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import ClassVar
 
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
@@ -16,6 +17,11 @@ from megaflow_hpc.types import ExecResult
 
 FIRST_WORKERS = 2
 """Started with the container: the next command finds a child waiting while the last worker forks its own."""
+
+_SHORT_S, _LONG_S = 0.002, 0.03
+"""Most commands of an agent's inner loop end sooner; where more of them share the processors than there are, so much
+later, at most the second."""
+_PROCESSORS = len(os.sched_getaffinity(0))
 
 
 def make_fifo(path: str) -> int:
@@ -41,6 +47,9 @@ class RunningCommand:
         limit: bytes kept of each stream.
     """
 
+    under_way: ClassVar[int] = 0
+    """Commands of all containers that were handed over and have not ended."""
+
     def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
         self.number = number
         self.worker = worker
@@ -53,6 +62,11 @@ class RunningCommand:
         self.on_output: Callable[[bytes], object] | None = None
         self.listening: asyncio.TimerHandle | None = None
         self.killing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def unheard_s(cls) -> float:
+        """How long what a command prints stays where it is: to look at it costs as much as a short command."""
+        return min(_LONG_S, _SHORT_S * max(1.0, cls.under_way / _PROCESSORS))
 
     def end(self, status: int | SandboxError) -> None:
         """Sets ``done``, unless it is set."""

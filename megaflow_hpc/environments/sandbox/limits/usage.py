@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megaflow_hpc.host.process import children, parent, stat_fields
+from megaflow_hpc.host.process import children, parent, read_proc, stat_fields
 
 PAGE = resource.getpagesize()
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -85,13 +85,9 @@ def runtime_threads(init: int) -> int:
 def written_by(pid: int) -> int:
     """Returns the bytes a process and its reaped children passed to ``write``."""
     try:
-        with open(f"/proc/{pid}/io", "rb") as file:
-            for line in file:
-                if line.startswith(b"wchar:"):
-                    return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return 0
+        return int(read_proc(f"/proc/{pid}/io").partition(b"wchar:")[2].split(None, 1)[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def proportional(pid: int) -> tuple[int, int]:

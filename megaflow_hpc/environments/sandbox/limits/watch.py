@@ -37,6 +37,7 @@ BUSY_S = 0.5
 IDLE_S = 2.0
 """Seconds between looks at a sandbox that did nothing since the last."""
 MB = 1_000_000
+_ALL = os.cpu_count() or 1
 FULL = 0.95
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
@@ -241,7 +242,7 @@ class Watch:
 
     @property
     def _processors(self) -> int:
-        return len(self.cpus) or os.cpu_count() or 1
+        return len(self.cpus) or _ALL
 
     def _processes(self, seen: usage.Look, now: float) -> Breach | None:
         """Full in two looks in a row: programs that touch the limit for a moment live, fork bombs do not.
