@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.commands.running import RunningCommand
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPair
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.process import descendants
@@ -23,6 +24,13 @@ from tests.support.sandboxes import runs
 from tests.support.waiting import some_at_a_time, until_async
 
 InSandbox = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_command_is_counted_for_ever() -> Iterator[None]:
+    """However a command ends: later ones would be listened to later."""
+    yield
+    assert RunningCommand.under_way == 0
 
 
 def test_exit_codes_signals_and_streams_are_exact(in_any_sandbox: InSandbox) -> None:
