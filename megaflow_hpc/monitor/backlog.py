@@ -35,9 +35,10 @@ class Backlog:
         for _, events in self._events.read():
             told += [event for event in events if isinstance(event, Summary)]
             ended += [event.id for event in events if isinstance(event, RolloutEvent)]
-        wanted = Wanted(self._policy_of if told else ())
-        for one in told:
-            ended += [*wanted.among(one.digests), *(rollout.id for rollout in one.ended_badly)]
+        if told:
+            wanted = Wanted(self._policy_of)
+            for one in told:
+                ended += [*wanted.among(one.digests), *(rollout.id for rollout in one.ended_badly)]
         for rollout in (*self._ended, *ended):
             self._policy_of.pop(rollout, None)
         self._ended = ended
