@@ -1,0 +1,271 @@
+"""What the trainer does on a GPU: speed and memory, whether rows that are packed agree, and what a turn on it moves.
+
+    python -m tests.bench.gpu [--layers 28] [--tokens 8192 32768] [--json]
+
+A model of Qwen3-1.7B's shape (1.7 billion parameters, 28 layers) is drawn at random and trained by the product's own
+classes: bfloat16 on the GPU, float32 in the optimizer. Sequences are as long as agents' rollouts are, with a heavy tail
+(lognormal, median 600 tokens). Beside the tokens a second stands how much that is of what the same GPU makes of one
+large matrix product in the same run; 6 operations a parameter and token are counted, 8 where layers are recomputed,
+none for attention. Needs some 45 GB on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+
+from megaflow_hpc.bench.figures import Figure, median, report
+from megaflow_hpc.cli.bench import page
+from megaflow_hpc.training.trainer import checkpoint
+from megaflow_hpc.training.trainer.model import Policy, Ranks, load
+from megaflow_hpc.training.trainer.optimizer import Optimizer
+
+GPU = Ranks(0, 1, torch.device("cuda", 0))
+WORDS = 151_936
+"""In the vocabulary of Qwen3."""
+SMALL, FEW = 2, 8192
+"""Layers and words of the model that is compared with the CPU, and trained on from a checkpoint."""
+REPEATS = 5
+
+
+def make(folder: Path, layers: int, words: int, dtype: str) -> Path:
+    """Draws a model of Qwen3-1.7B's shape, but for the numbers of its layers and words."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # type: ignore[import-not-found]
+
+    config = Qwen3Config(
+        vocab_size=words,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=40_960,
+        dtype=dtype,
+    )
+    torch.manual_seed(0)
+    with GPU.device:
+        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    return folder
+
+
+def row(tokens: int, words: int, seed: int = 0) -> tuple[Any, Any, list[int], Any]:
+    """A packed row of about so many tokens, as :class:`~megaflow_hpc.training.trainer.model.Policy` takes it."""
+    draw = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(int(min(max(draw.lognormal(np.log(600), 1.0), 16), tokens - sum(lengths))))
+    lengths = [length for length in lengths if length > 1]
+    offsets = np.cumsum([0, *lengths]).tolist()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    made = torch.from_numpy(draw.integers(0, words, offsets[-1])), positions
+    return *(tensor.to(GPU.device) for tensor in made), offsets, (positions > 0).nonzero()[:, 0].to(GPU.device)
+
+
+def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
+    """Seconds of each call, after one that warms up."""
+    call()
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def ceiling() -> float:
+    """Operations a second of one large product of matrices in bfloat16."""
+    a, b = (torch.randn(8192, 8192, device=GPU.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / statistics.median(seconds(lambda: a @ b, 20))
+
+
+def learn(policy: Policy, taken: Any) -> None:
+    """The forward and the backward pass of a row."""
+    logprobs, entropies = policy(*taken)
+    (logprobs.sum() + 0.01 * entropies.sum()).backward()
+
+
+@torch.no_grad()
+def judge(policy: Policy, taken: Any) -> None:
+    """The forward pass of a row."""
+    policy(*taken)
+
+
+def update(optimizer: Optimizer) -> None:
+    """A step of the optimizer alone."""
+    for master in optimizer.masters.values():
+        master.grad = torch.full_like(master, 1e-3)
+    optimizer.step()
+
+
+def speed(folder: Path, tokens: list[int], limit: float) -> list[Figure]:
+    """Tokens a second and the peak of memory, with layers kept and recomputed."""
+    found = []
+    for how, operations in (("layers kept", 6), ("layers recomputed", 8)):
+        optimizer = Optimizer(load(folder, "bfloat16", recompute=operations == 8).share(GPU), 1e-6)
+        count = sum(parameter.numel() for parameter in optimizer.policy.parameters())
+        for number in tokens:
+            taken = row(number, optimizer.policy.words)
+            what = f"row of {len(taken[0])}, {len(taken[2]) - 1} sequences"
+            if operations == 6:
+                rates = [len(taken[0]) / s for s in seconds(partial(judge, optimizer.policy, taken))]
+                found.append(median(f"{what}: forward", "tokens/s", rates))
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                rates = [len(taken[0]) / s for s in seconds(partial(learn, optimizer.policy, taken))]
+            except torch.OutOfMemoryError:
+                print(f"{what}, {how}: does not fit", flush=True)
+            else:
+                share = operations * count * statistics.median(rates) / limit
+                peak = torch.cuda.max_memory_allocated() / 1e9
+                found.append(median(f"{what}: forward and backward, {how}", "tokens/s", rates))
+                found.append(Figure("  of one large product of matrices", "×", share, len(rates)))
+                found.append(Figure("  peak of memory", "GB", peak, len(rates)))
+            optimizer.adamw.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+        if operations == 6:
+            taken_s = seconds(partial(update, optimizer))
+            found.append(median(f"optimizer step, {count / 1e9:.2f} billion parameters", "s", taken_s))
+            found += moved(optimizer)
+        del optimizer
+        torch.cuda.empty_cache()
+    return found
+
+
+def moved(optimizer: Optimizer) -> list[Figure]:
+    """What leaving the GPU and coming back takes, and leaves there; the same bits must be there afterwards."""
+    size, away, back = torch.cuda.memory_allocated(), list[float](), list[float]()
+    first: list[Any] = []
+    for _ in range(3):
+        for device, into in (("cpu", away), (GPU.device, back)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            optimizer.to(device)
+            torch.cuda.synchronize()
+            into.append(time.perf_counter() - began)
+            if device == "cpu":
+                left, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                tensors = [*optimizer.policy.parameters(), *optimizer.tensors().values()]
+                first = first or [tensor.detach().clone() for tensor in tensors]
+                assert all(torch.equal(a, b) for a, b in zip(first, tensors, strict=True)), "other bits came back"
+    return [
+        Figure("policy, masters and moments on the GPU", "GB", size / 1e9, 1),
+        median("moved to the CPU in", "s", away),
+        median("moved back in", "s", back),
+        Figure("left on the GPU meanwhile", "GB", left / 1e9, 3),
+        Figure("held by torch's allocator meanwhile", "GB", held / 1e9, 3),
+    ]
+
+
+@torch.no_grad()
+def alone(policy: Policy, taken: Any) -> Any:
+    """Log-probabilities of a row, each sequence by itself, without packing."""
+    tokens, positions, offsets, _ = taken
+    found = torch.zeros(len(tokens), device=tokens.device)
+    for begin, end in pairwise(offsets):
+        part = torch.arange(1, end - begin, device=tokens.device)
+        found[begin:end] = policy(tokens[begin:end], positions[begin:end], [0, end - begin], part)[0]
+    return found
+
+
+@torch.no_grad()
+def agreement(folder: Path, small: Path) -> list[Figure]:
+    """How far log-probabilities of the same weights lie apart."""
+    rough = load(folder, "bfloat16").share(GPU)
+    taken = row(8192, rough.words, 1)
+    where = taken[3]
+    packed = rough(*taken)[0][where]
+    found = apart("bfloat16, packed and each sequence alone", packed, alone(rough, taken)[where])
+    del rough
+    torch.cuda.empty_cache()
+    exact = load(folder, "float32").share(GPU)
+    whole = exact(*taken)[0][where]
+    found += apart("float32, packed and each sequence alone", whole, alone(exact, taken)[where])
+    found += apart("bfloat16 and float32, packed", packed, whole)
+    del exact
+    torch.cuda.empty_cache()
+    taken = row(1024, FEW, 2)
+    there = load(small, "float32").share(GPU)(*taken)[0].cpu()
+    here = load(small, "float32")(*(t.cpu() if hasattr(t, "cpu") else t for t in taken))[0]
+    return found + apart(f"float32, GPU and CPU, {SMALL} layers", there, here)
+
+
+def apart(name: str, one: Any, other: Any) -> list[Figure]:
+    """Mean and maximum of the differences of two rows of log-probabilities."""
+    difference = (one - other).abs()
+    assert torch.isfinite(difference).all()
+    return [
+        Figure(f"{name}: mean |Δ|", "", float(difference.mean()), len(difference)),
+        Figure(f"{name}: max |Δ|", "", float(difference.max()), len(difference)),
+    ]
+
+
+def resumed(small: Path, folder: Path, dtype: str) -> Figure:
+    """The share of tensors that are bit for bit the same: three steps, and one step, a checkpoint and two steps."""
+
+    def steps(optimizer: Optimizer, numbers: range) -> None:
+        for number in numbers:
+            logprobs, entropies = optimizer.policy(*row(4096, optimizer.policy.words, number))
+            (logprobs.mean() + 0.01 * entropies.mean()).backward()
+            optimizer.step()
+
+    def fresh() -> Optimizer:
+        return Optimizer(load(small, dtype).share(GPU), 1e-4)
+
+    one, other = fresh(), fresh()
+    steps(one, range(1))
+    place = checkpoint.save(folder, 1, one, GPU)
+    checkpoint.restore(place, other, GPU)
+    steps(one, range(1, 3))
+    steps(other, range(1, 3))
+    a, b = one.tensors(), other.tensors()
+    same = [torch.equal(a[name], b[name]) for name in a]
+    return Figure(
+        f"{dtype}: tensors with the same bits after going on from a checkpoint", "of 1", np.mean(same), len(a)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the trainer on a GPU")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32_768], help="of a packed row")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gpu-") as place:
+        folder = make(Path(place) / "model", asked.layers, WORDS, "bfloat16")
+        small = make(Path(place) / "small", SMALL, FEW, "float32")
+        limit = ceiling()
+        figures = [Figure("one large product of matrices, bfloat16", "TFLOP/s", limit / 1e12, 20)]
+        for name, part in {
+            "speed": lambda: speed(folder, asked.tokens, limit),
+            "agreement": lambda: agreement(folder, small),
+            "resumed": lambda: [resumed(small, Path(place) / dtype, dtype) for dtype in ("float32", "bfloat16")],
+        }.items():
+            print(f"{name} …", flush=True)
+            figures += part()
+    told = torch.cuda.get_device_name(0), torch.__version__
+    if asked.json:
+        print(json.dumps({"gpu": told, **report(figures)}, indent=1))
+    else:
+        print(f"{told[0]}, torch {told[1]}")
+        print(page(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
