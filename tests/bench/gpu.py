@@ -75,14 +75,14 @@ def row(tokens: int, words: int, seed: int = 0) -> tuple[Any, Any, list[int], An
     return *(tensor.to(GPU.device) for tensor in made), offsets, (positions > 0).nonzero()[:, 0].to(GPU.device)
 
 
-def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
-    """Seconds of each call, after one that warms up."""
-    call()
+def seconds(call: Callable[[int], Any], repeats: int = REPEATS) -> list[float]:
+    """Seconds of each call, numbered from 1, after one that warms up."""
+    call(0)
     found = []
-    for _ in range(repeats):
+    for number in range(1, repeats + 1):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        call()
+        call(number)
         torch.cuda.synchronize()
         found.append(time.perf_counter() - began)
     return found
@@ -91,22 +91,22 @@ def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
 def ceiling() -> float:
     """Operations a second of one large product of matrices in bfloat16."""
     a, b = (torch.randn(8192, 8192, device=GPU.device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / statistics.median(seconds(lambda: a @ b, 20))
+    return 2 * 8192**3 / statistics.median(seconds(lambda _: a @ b, 20))
 
 
-def learn(policy: Policy, taken: Any) -> None:
+def learn(policy: Policy, rows: list[Any], number: int) -> None:
     """The forward and the backward pass of a row."""
-    logprobs, entropies = policy(*taken)
+    logprobs, entropies = policy(*rows[number])
     (logprobs.sum() + 0.01 * entropies.sum()).backward()
 
 
 @torch.no_grad()
-def judge(policy: Policy, taken: Any) -> None:
+def judge(policy: Policy, rows: list[Any], number: int) -> None:
     """The forward pass of a row."""
-    policy(*taken)
+    policy(*rows[number])
 
 
-def update(optimizer: Optimizer) -> None:
+def update(optimizer: Optimizer, _: int) -> None:
     """A step of the optimizer alone."""
     for master in optimizer.masters.values():
         master.grad = torch.full_like(master, 1e-3)
@@ -120,17 +120,22 @@ def speed(folder: Path, tokens: list[int], limit: float) -> list[Figure]:
         optimizer = Optimizer(load(folder, "bfloat16", recompute=operations == 8).share(GPU), 1e-6)
         count = sum(parameter.numel() for parameter in optimizer.policy.parameters())
         for number in tokens:
-            taken = row(number, optimizer.policy.words)
-            what = f"row of {len(taken[0])}, {len(taken[2]) - 1} sequences"
+            # Each row has lengths of its own, as steps have: what a kernel prepares for one length is of no use later.
+            rows = [row(number, optimizer.policy.words, seed) for seed in range(REPEATS + 1)]
+            held = [len(taken[0]) for taken in rows[1:]]
+            what = f"rows of {number}, {statistics.median(len(taken[2]) - 1 for taken in rows):.0f} sequences"
             if operations == 6:
-                rates = [len(taken[0]) / s for s in seconds(partial(judge, optimizer.policy, taken))]
-                found.append(median(f"{what}: forward", "tokens/s", rates))
+                taken_s = seconds(partial(judge, optimizer.policy, rows))
+                found.append(
+                    median(f"{what}: forward", "tokens/s", [n / s for n, s in zip(held, taken_s, strict=True)])
+                )
             torch.cuda.reset_peak_memory_stats()
             try:
-                rates = [len(taken[0]) / s for s in seconds(partial(learn, optimizer.policy, taken))]
+                taken_s = seconds(partial(learn, optimizer.policy, rows))
             except torch.OutOfMemoryError:
                 print(f"{what}, {how}: does not fit", flush=True)
             else:
+                rates = [n / s for n, s in zip(held, taken_s, strict=True)]
                 share = operations * count * statistics.median(rates) / limit
                 peak = torch.cuda.max_memory_allocated() / 1e9
                 found.append(median(f"{what}: forward and backward, {how}", "tokens/s", rates))

@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of engine and trainer")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--samples", type=int, help="rollouts of each of the ten tasks in a step")
+    parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="more of the engine's arguments")
     asked = parser.parse_args()
     import learn  # type: ignore[import-not-found]
 
@@ -65,6 +66,7 @@ def main() -> int:
         del model["args"]["distributed-executor-backend"]
     else:
         os.environ |= learn.SMALL
+    model["args"] |= asked.args
     if asked.model:
         model["path"] = str(asked.model.absolute())
     campaign["model"] = model

@@ -231,6 +231,8 @@ def load(
     stored = about.get("dtype") or about.get("torch_dtype")
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
     reference = _alone(policy)
+    # cuDNN, which torch prefers on recent GPUs, builds a plan for each new length of a sequence, forward and backward.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(ATTENTION, _attend)
     causal.set_attn_implementation(ATTENTION)
     _check_packing(policy, reference)

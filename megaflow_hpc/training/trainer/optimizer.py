@@ -7,7 +7,9 @@ model's parameters are their rounding. Parameters in float32 are their own maste
 
 from __future__ import annotations
 
+import ctypes
 import math
+from functools import cache
 from typing import Any
 
 import torch  # type: ignore[import-not-found]
@@ -16,6 +18,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer.model import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Of malloc.h: bytes at the heap's end that are given back (-1: never); how many blocks have a mapping of their own."""
 
 
 class Optimizer:
@@ -86,6 +90,7 @@ class Optimizer:
     @torch.no_grad()
     def to(self, device: Any) -> None:
         """Moves the policy, masters and moments to a device, of what ranks share each its part; no gradient is left."""
+        _keep_memory()
         self.policy.to(device)
         torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # in their places, as a module's are
         for master in self.masters.values():
@@ -140,3 +145,16 @@ class _Into:
         gradient = parameter.grad.detach().float()
         parameter.grad = None
         self._master.grad = gradient if self._master.grad is None else self._master.grad + gradient
+
+
+@cache
+def _keep_memory() -> None:
+    """Has this process keep memory that it frees, so that tensors that come back from GPUs find what they left there.
+
+    Pages that the kernel gives anew are zeroed first: of 4.3 GB that an H200 sent, 2.7 s, and 0.4 s to memory that was
+    kept.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
