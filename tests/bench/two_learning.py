@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--mode", default="bounded:1")
     parser.add_argument("--lasting", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--slots", type=int, default=24, help="of both together")
+    parser.add_argument("--optimizer", type=json.loads, default={}, metavar="JSON", help="of launchers/learn, changed")
     asked = parser.parse_args()
     import learn  # type: ignore[import-not-found]
 
@@ -41,6 +42,7 @@ def main() -> int:
         campaign["agent"] |= {"name": "tests.bench.lasting:Lasting", "args": {"mean_s": asked.lasting}}
         campaign["agent"]["timeout_s"] = 60 + 20 * asked.lasting
     model, policies = campaign.pop("model"), campaign["training"]["policies"]
+    policies["default"]["optimizer"] |= asked.optimizer
     campaign["models"] = {name: copy.deepcopy(model) for name in NAMES}
     campaign["training"]["policies"] = {name: copy.deepcopy(policies["default"]) for name in NAMES}
     os.environ |= learn.SMALL
