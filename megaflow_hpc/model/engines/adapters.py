@@ -79,6 +79,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
         env["VLLM_RPC_BASE_PATH"] = str(private)
+        if count == 1:
+            env["TMPDIR"] = str(private)  # and so does the file where they meet
     if model.get("sleep_level") and not _is_cpu_build(python):  # there it ignores being sent to sleep
         built_in["enable-sleep-mode"] = True
     if _is_cpu_build(python):

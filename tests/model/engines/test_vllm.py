@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ CONTEXT = 4096
 
 @pytest.fixture(scope="module")
 def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    left = Path(tempfile.gettempdir())
+    before = {*left.glob("vllm_*")}
     with Servers(tmp_path_factory.mktemp("vllm")) as servers, pytest.MonkeyPatch.context() as patch:
         # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -40,6 +43,7 @@ def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers
+    assert {*left.glob("vllm_*")} <= before, "vLLM left files on the node"
 
 
 @asynccontextmanager
