@@ -34,6 +34,7 @@ from typing import Any
 
 import yaml
 
+from megaflow_hpc.host.process import argv
 from tests.bench.chaos import at_work
 from tests.bench.chaos_campaign import write_campaign
 from tests.lab.two_users import Findings, until
@@ -247,7 +248,8 @@ def scene(say: Findings, place: Site, name: str) -> None:
     say.say(f"{name}: every rollout once", once, f"{seen} {err[-300:]}")
     until(lambda: not place.on("login", "squeue", "-h")[1], f"{name}: every job has left")
     eventually(lambda: not place.account.processes(), 60, every_s=1)
-    say.say(f"{name}: no process is left", not place.account.processes(), place.account.processes() or "")
+    left_over = {pid: " ".join(map(os.fsdecode, argv(pid)))[-160:] for pid in place.account.processes()}
+    say.say(f"{name}: no process is left", not left_over, left_over or "")
     for host in place.lab.node_names:  # as the next pod there would
         place.on(host, *megaflow, "janitor")
     words = ("find", "/tmp", "/dev/shm", "(", "-name", "mpich*", "-o", "-name", "megaflow-pod.*", ")")
