@@ -247,7 +247,8 @@ def scene(say: Findings, place: Site, name: str) -> None:
     seen += f", {time.monotonic() - began:.0f} s"
     say.say(f"{name}: every rollout once", once, f"{seen} {err[-300:]}")
     until(lambda: not place.on("login", "squeue", "-h")[1], f"{name}: every job has left")
-    eventually(lambda: not place.account.processes(), 60, every_s=1)
+    # An earlier start's srun waits for ranks on the host that was cut, until Slurm finds that it knows the job no more.
+    eventually(lambda: not place.account.processes(), 240, every_s=1)
     left_over = {pid: " ".join(map(os.fsdecode, argv(pid)))[-160:] for pid in place.account.processes()}
     say.say(f"{name}: no process is left", not left_over, left_over or "")
     for host in place.lab.node_names:  # as the next pod there would
