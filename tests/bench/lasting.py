@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-
-from one_command import OneCommand  # type: ignore[import-not-found]
+import sys
+from pathlib import Path
 
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 from tests.bench.pace import MEAN_S, duration
+
+sys.path.append(str(Path(__file__).parents[2] / "launchers" / "learning"))
+from one_command import OneCommand  # type: ignore[import-not-found]
 
 
 class Lasting(OneCommand):  # type: ignore[misc]

@@ -25,7 +25,7 @@ slurm:
   pods: {partition: preempt, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 10}
   servers: {partition: gpu, time: 10}
 """
-LATE_S = 30.0
+LATE_S = 45.0
 """Longer than Slurm takes to preempt on a busy machine: the agent waits for its model then."""
 TOLD_S = 5.0
 """Longer than an agent on a busy machine takes from the end of its command to its next call of the model."""

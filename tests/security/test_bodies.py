@@ -326,9 +326,11 @@ def test_an_event_loop_goes_on_while_a_large_body_is_decoded_and_encoded(content
     async def encoding() -> None:
         found.append(b"".join(await aside(len(raw), encoded, body)))
 
-    for work in (decoding, encoding):
-        assert _turns_during(work) > len(raw) // MIB
-    assert found == [body, packed(body)]
+    for work, made in ((decoding, body), (encoding, packed(body))):
+        # On a busy machine a loop gets few turns now and then; beside a decoder that keeps the lock it never gets more.
+        assert any(_turns_during(work) > len(raw) // MIB for _ in range(5))
+        assert all(each == made for each in found)
+        found.clear()
 
 
 async def _ended(works: list[tuple[str, str, int]]) -> list[str]:

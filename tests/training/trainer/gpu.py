@@ -1,6 +1,6 @@
 """What the trainer does on a GPU: speed and memory, whether rows that are packed agree, and what a turn on it moves.
 
-    python -m tests.bench.gpu [--layers 28] [--tokens 8192 32768] [--json]
+    python -m tests.training.trainer.gpu [--layers 28] [--tokens 8192 32768] [--json]
 
 A model of Qwen3-1.7B's shape (1.7 billion parameters, 28 layers) is drawn at random and trained by the product's own
 classes: bfloat16 on the GPU, float32 in the optimizer. Sequences are as long as agents' rollouts are, with a heavy tail
