@@ -25,7 +25,8 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.training import trained_on
 
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Of engine and trainer, as ``launchers/learning/learn.py`` sets them."""
@@ -95,9 +96,7 @@ def main() -> int:
     parser.add_argument("--mode", default="bounded:2")
     arguments = parser.parse_args()
     run = learn(arguments.steps, arguments.mode)
-    files = TrainingFiles(run, "default")
-    plans = [plan for number in files.numbers(Plan) if (plan := files.read(Plan, number))]
-    taken = [rollout.id for plan in plans for rollout in plan.rollouts]
+    taken = trained_on(TrainingFiles(run, "default"))
     killed, whole = tensors(run, arguments.steps), tensors(alone(run), arguments.steps)
     pods = len(list(Ledger(run).leases()))
     print(

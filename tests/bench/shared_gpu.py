@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.training import trained_on
 
 WARM = 2
 """Steps at the beginning of which no time is told."""
@@ -94,8 +95,7 @@ def main() -> int:
         print(f"GB in use on the GPU over {len(seen)} looks: {', '.join(parts)}, most {seen[-1]:.1f}")
     log = (run.path / "logs" / "server-0-local.log").read_text()
     print("\n".join(line for line in log.splitlines()[-400:] if "asleep after" in line or "awake after" in line)[-600:])
-    plans = [plan for number in files.numbers(Plan) if (plan := files.read(Plan, number))]
-    taken = [rollout.id for plan in plans for rollout in plan.rollouts]
+    taken = trained_on(files)
     print(f"{len(steps)} steps, {len(taken)} rollouts trained on, {len(taken) - len({*taken})} twice")
     return int(len(steps) != asked.steps or len(taken) != len({*taken}))
 

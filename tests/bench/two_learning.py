@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import mean
 
 from megaflow_hpc import Campaign
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import TrainingFiles
+from tests.support.training import trained_on
 
 NAMES = ("left", "right")
 WARM = 2
@@ -57,8 +58,7 @@ def main() -> int:
         metrics = [json.loads(line) for line in files.metrics.read_text().splitlines()]
         print(name, " ".join(f"{step['reward']:.3f}" for step in metrics))
         seconds += [step["seconds"] for step in metrics[WARM:]]
-        plans = [plan for number in files.numbers(Plan) if (plan := files.read(Plan, number))]
-        taken += [(name, rollout.id) for plan in plans for rollout in plan.rollouts]
+        taken += [(name, rollout) for rollout in trained_on(files)]
     twice = len(taken) - len({rollout for _, rollout in taken})
     strange = sum(rollout.split("/")[1] != name for name, rollout in taken)
     print(f"{len(taken)} rollouts trained on, {twice} twice, {strange} by the other's trainer")
