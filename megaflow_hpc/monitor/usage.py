@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 Span = tuple[float, float]
 
+ROUNDED_S = 1.0
+"""The accounting counts whole seconds, and leaves out a job's last one."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -58,7 +61,7 @@ def overlap(span: Span, busy: Sequence[Span]) -> float:
 def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Iterator[tuple[JobUse, float, float]]:
     """Yields each job with the seconds that it held its allocation, and those of them in which it was idle.
 
-    A gather job is not idle.
+    A gather job is not idle. A rollout that ends in the second which the accounting leaves out was at work until then.
 
     Args:
         rollouts: As for :func:`totals`.
@@ -71,7 +74,9 @@ def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Itera
     for job in held:
         whole = max(0.0, job.span[1] - job.span[0])
         at_work = busy_pods.get(job.job.partition("+")[0], []) if job.role == "pods" else busy
-        yield job, whole, 0.0 if job.role == "gather" else whole - overlap(job.span, at_work)
+        end = max([job.span[1], *(over for _, over in at_work if over < job.span[1] + ROUNDED_S)])
+        worked = overlap((job.span[0], end), at_work)
+        yield job, whole, 0.0 if job.role == "gather" else max(0.0, whole - worked)
 
 
 def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict[str, float]:

@@ -73,3 +73,12 @@ def test_idle_seconds_are_those_in_which_no_rollout_ran() -> None:
     assert found["idle_core_seconds"] == 50 + 4 * (20 + 40) + 4 * 10, "the first pod idles while the second works"
     assert found["gpus_outlived_last_rollout_s"] == 10
     assert totals([], [])["idle_gpu_seconds"] == 0
+
+
+def test_what_ran_in_the_second_that_accounting_cuts_off_is_work() -> None:
+    pod, engine = JobUse((10, 20), 4, 0, "7_0", "pods"), JobUse((10, 20), 1, 1, "6_0", "servers")
+    ends = (19.5, 20.0, 20.7, 20.99)
+    idle = [totals([pod, engine], [("7_0", (12.0, end))]) for end in ends]
+    assert [each["idle_core_seconds"] for each in idle] == [round(5 * (10 - (end - 12.0)), 1) for end in ends]
+    whole = totals([pod], [("7_0", (10.0, 20.9))])
+    assert (whole["core_seconds"], whole["idle_core_seconds"]) == (40, 0), "never less than none"

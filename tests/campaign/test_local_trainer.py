@@ -130,7 +130,8 @@ def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_o
     assert told[:3] == [*words[:3]], "a version is loaded when the trainer has moved off"
     turns = [place for place, word in enumerate(told) if word == words[1]]
     assert len(turns) == 4, "one step was made twice"
-    assert turns[2] < told.index("loading weights 2") < turns[3] < told.index("loading weights 3")
+    assert turns[2] < told.index("loading weights 2") < turns[3]
+    assert "loading weights 3" not in told[: turns[3]]  # later it may: the campaign is done
     assert told.count("loading weights 2") == 1
 
 
