@@ -283,6 +283,20 @@ def test_short_commands_bring_no_more_looks_than_a_long_one(tmp_path: Path) -> N
     assert watch.wanted(idle + 99, node)
 
 
+def test_a_look_ahead_of_its_turn_does_not_put_off_the_next(tmp_path: Path) -> None:
+    """As where a neighbour takes the node's memory while a command begins."""
+    watch = Watch(SandboxSpec("x", memory_mb=1_000_000), str(tmp_path), lambda *_: None)
+    watch.init = Identity.of(os.getpid())
+    node, now = Node(1 << 42, free_disk(str(tmp_path)), 0), 1000.0
+    watch.poke()
+    watch.check(now, node)
+    assert watch.due == now + BUSY_S
+    node, now = node._replace(available=1 << 40), now + TICK_S
+    assert watch.wanted(now, node)
+    watch.check(now, node)
+    assert watch.due == now + BUSY_S
+
+
 def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path, look: Look) -> None:
     before = set(descendants(os.getpid()))  # a mount that another test used ends a minute later
 

@@ -200,13 +200,15 @@ class Watch:
         if init is None or not init.alive():
             return
         spec = self.spec
-        poked, self._poked, self._looked = self._poked, False, now
+        poked, early = self._poked, now < self._looked + BUSY_S
+        self._poked, self._looked = False, now
         seen = usage.look(init.pid, written=bool(spec.disk_mb))
         with self._counting:
             if self.init is not init:
                 return
             used = self._cpu.look(init.pid, seen, self.group, self._processors, now)
-        worked = used > 0.02 or len(seen.pids) > 8 or poked or not self.due  # what starts may only begin to work
+        # What starts may only begin to work, and in less than a turn there is little to see of it.
+        worked = used > 0.02 or len(seen.pids) > 8 or poked or early or not self.due
         urgent = self._node_loses(node)
         self._available, self._opened = node.available, node.opened
         self._descriptors.look(init.pid, seen, (spec.memory_mb or 0) * MB, now, urgent)
