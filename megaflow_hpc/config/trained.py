@@ -85,6 +85,11 @@ def check_trained(
         if model.engine not in LOADS_WEIGHTS or model.pool:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
+        if training.publish.delta and any(kind.nodes > 1 for kind in model.kinds()):
+            raise ValueError(
+                f"training.publish.delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
+                "and deltas are put together on one node's disk; leave delta out"
+            )
         samples = training.batch.samples or samples
         if samples == 1:
             raise ValueError(

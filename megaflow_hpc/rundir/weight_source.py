@@ -21,6 +21,8 @@ DELTA = "delta.json"
 """A directory with this file holds what differs from another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
 LORA_RANK = 16
 """vLLM's default of ``max-lora-rank``."""
+SAME = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
+"""Keys of ``config.json`` in which a trained and a served model agree."""
 SMALL = 64 * 2**20
 """Bytes up to which a file of the campaign's model (configuration, tokenizer) is copied to a version without it."""
 
@@ -63,6 +65,31 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
         _check_adapter(source, model)
     if model.get("engine") != "scripted" and any(name.endswith(".safetensors") for name in names):
         _check_tensors(source, model, whole=ADAPTER not in names)
+
+
+def why_not_served(base: Path, served: Path) -> str:
+    """Returns why what is trained from ``base`` cannot be served in the place of ``served``; "" where nothing shows."""
+    if base == served:
+        return ""
+    ours, theirs = (_read(folder / "config.json") for folder in (base, served))
+    others = "which the engines serve; train the model that is served (training.policies.*.base)"
+    for key in SAME if ours and theirs else ():
+        if ours.get(key) != theirs.get(key):
+            return f"{base}: {key} is {ours.get(key)!r}, and {theirs.get(key)!r} in {served}, {others}"
+    words = [_read(folder / "tokenizer.json").get("model") for folder in (base, served)]
+    known = [model["vocab"] for model in words if isinstance(model, dict) and "vocab" in model]
+    if len(known) == 2 and known[0] != known[1]:
+        return f"{base}: its tokenizer gives other numbers to words than that of {served}, {others}"
+    return ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file of a model directory; empty where there is none that can be read."""
+    try:
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:

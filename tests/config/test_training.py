@@ -161,6 +161,13 @@ def test_what_would_make_ratios_wrong_is_refused_by_its_key(
     assert expected in complaint(tmp_path, text + "training: {policies: {default: }}\n")
 
 
+def test_deltas_are_refused_for_an_engine_over_several_nodes(tmp_path: Path) -> None:
+    text = "name: x\ntasks: t/*\nagent: mini-swe-agent\nsamples: 4\nmodel: {path: m, nodes: 2}\n"
+    said = complaint(tmp_path, text + "training: {policies: {default: }, publish: {delta: true}}\n")
+    assert "training.publish.delta: model.nodes: an engine over several nodes reads weights on each of them" in said
+    assert load(tmp_path, text + "training: {policies: {default: }}\n").training is not None
+
+
 def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     agent = "{name: mini-swe-agent, args: {model: {temperature: 1.0, top_p: 1, top_k: -1, presence_penalty: 0}}}"
     text = CAMPAIGN.replace("agent: mini-swe-agent", f"agent: {agent}")

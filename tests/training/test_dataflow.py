@@ -20,6 +20,8 @@ from megaflow_hpc.ledger import read_blocks, write_blocks
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
+from megaflow_hpc.rundir.weight_delta import put_together
+from megaflow_hpc.rundir.weight_source import DELTA
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
@@ -28,6 +30,7 @@ from megaflow_hpc.training.plan import Batch, Plan, Refill, TrainingFiles
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train, trained
+from tests.support.tensors import safetensors
 from tests.support.training import Pods, rollouts, training_run
 
 FORK = multiprocessing.get_context("fork")
@@ -426,6 +429,29 @@ def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_s
         parameters = step_through(again, step, parameters)
     assert len(versions(run, "default")) == 4  # publishing is done once
     assert parameters == trained(trained(trained(trained(START, before[1]), before[2]), before[3]), before[4])
+
+
+def test_whatever_trains_publishes_what_differs_where_the_campaign_says_so(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "publish": {"delta": True}}, tasks=2, samples=2)
+    flow = watched(run, Pods(run, alternating, lambda: current(run, "default").version))
+    weights, written = bytearray(random.Random(0).randbytes(40_000)), dict[int, bytes]()
+    for step in flow.steps():
+        if step.number == 3:
+            weights = bytearray(random.Random(1).randbytes(40_000))
+        weights[step.number] ^= 1
+        folder = tmp_path / f"model-{step.number}"
+        folder.mkdir()
+        written[step.number] = safetensors(bytes(weights))
+        (folder / "model.safetensors").write_bytes(written[step.number])
+        step.publish(folder, move=step.number == 2)
+        step.commit()
+    flow.leave()
+    first, second, third = (Path(version.path) for version in versions(run, "default"))
+    assert (second / DELTA).is_file()
+    assert (put_together(second, first, tmp_path / "whole") / "model.safetensors").read_bytes() == written[2]
+    assert (third / "model.safetensors").read_bytes() == written[3], "it differs everywhere"
+    assert [(tmp_path / f"model-{number}").exists() for number in written] == [True, False, True]
+    assert not list(flow.files.path.glob(".export-*"))
 
 
 def _trainer(run: Path, every: int, pause_s: float, result: object) -> None:

@@ -14,6 +14,7 @@ from megaflow_hpc.host.private import open_to_others
 from megaflow_hpc.model.engines.offline import weights_of, why_no_engine, why_not_loaded
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.safetensors import read_directory
+from megaflow_hpc.rundir.weight_source import why_not_served
 
 Where = Callable[[str], str]
 """Dotted key → ``file:line`` for messages."""
@@ -77,7 +78,11 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
             if not config.slurm.setup and (why := why_no_engine(fields)):
                 found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
-        if why := _why_not_loaded({"engine": "transformers", "path": trained.base}):
+        why = _why_not_loaded({"engine": "transformers", "path": trained.base})
+        model = policies[name].model if name in policies else None
+        if not why and trained.base and model and model.path:
+            why = why_not_served(Path(trained.base), Path(model.path))
+        if why:
             key = f"training.policies.{name}.base"
             found.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
     return list(found.values())

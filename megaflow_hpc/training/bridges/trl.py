@@ -32,7 +32,6 @@ import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree
-from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.step import Step
@@ -302,7 +301,6 @@ class DataflowTrainer(GRPOTrainer):
         if not self._flow.rank:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which no engine needs
             step.publish(folder, move=True, keep=self._flow.config.publish.keep)
-            remove_tree(folder)  # where it was published before
 
 
 class _AfterStep(TrainerCallback):

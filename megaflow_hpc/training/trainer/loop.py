@@ -16,7 +16,6 @@ that very forward pass. The engine's serve importance weights and the metric ``m
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -28,9 +27,7 @@ import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.rundir.weight_delta import write_delta
-from megaflow_hpc.rundir.weight_source import base_of
-from megaflow_hpc.rundir.weights import versions
+from megaflow_hpc.rundir.weight_source import why_not_served
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
@@ -45,10 +42,6 @@ PASSED = 1.0
 FAR = 1.0
 """Mean |log-probability of the engine − ours| in the first update after a start that no rounding and no staleness
 explains: bfloat16 against float32 gives 0.01."""
-WORTH = 4
-"""How many times smaller than the whole a delta must be; else the next one differs from a new whole version."""
-SAME = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
-"""Keys of ``config.json`` in which a trained and a served model agree."""
 
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 """Rollout of the step and digest of a sequence's tokens → their log-probabilities."""
@@ -81,12 +74,8 @@ class Trainer:
         base = settings.base or served
         if not base:
             raise ConfigError(f"{flow.run}: policy {flow.policy!r} has no model path; say training.policies.*.base")
-        _check_same(Path(base), Path(served))
-        if flow.config.publish.delta and int(model.get("nodes") or 1) > 1:
-            raise ConfigError(
-                f"{flow.run}: publish.delta: an engine over {model['nodes']} nodes reads weights on each of them, and "
-                "deltas are put together on one node's disk; leave it out"
-            )
+        if why := why_not_served(Path(base), Path(served)):
+            raise ConfigError(why)
         self._turns = GpuTurns(flow)
         self._turns.take(0)  # parameters are laid out on the GPUs
         torch.manual_seed(flow.config.seed)
@@ -176,24 +165,11 @@ class Trainer:
             self._turns.give()
 
     def _publish(self, step: Step) -> None:
-        """Publishes the policy, as a delta where that is asked for and small."""
-        flow, keep = self.flow, self.flow.config.publish.keep
-        folder = flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
+        folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
         checkpoint.export(folder, self.policy, self.ranks)
-        if self.ranks.first:
-            delta = folder.with_name(f"{folder.name}-delta")
-            small = flow.config.publish.delta and not self.policy.adapter and self._write_delta(folder, delta)
-            step.publish(delta if small else folder, move=True, keep=keep)
-            for left in (folder, delta):
-                remove_tree(left, ignore_errors=True)
+        step.publish(folder, move=True, keep=self.flow.config.publish.keep)
         self._moved = False
         self.ranks.barrier()
-
-    def _write_delta(self, folder: Path, delta: Path) -> bool:
-        """Writes what differs from the last whole version, if there is one; tells whether that is worth it."""
-        whole = [v for v in versions(self.flow.run, self.flow.policy) if base_of(Path(v.path)) is None]
-        found = write_delta(folder, Path(whole[-1].path), whole[-1].version, delta) if whole else None
-        return found is not None and found[0] >= WORTH * found[1]
 
     # --- one step ---
 
@@ -317,32 +293,3 @@ def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
         batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True
     ):
         yield key, slice(begin, end)
-
-
-def _check_same(base: Path, served: Path) -> None:
-    """Checks that what is trained can be served in the place of what is served.
-
-    Raises:
-        ConfigError: it is another model.
-    """
-    if base == served or not (served / "config.json").is_file() or not (base / "config.json").is_file():
-        return
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, served))
-    for key in SAME:
-        if ours.get(key) != theirs.get(key):
-            raise ConfigError(
-                f"{base}: {key} is {ours.get(key)!r}, and {theirs.get(key)!r} in {served}, which the engines serve; "
-                "train the model that is served (training.policies.*.base)"
-            )
-    words = _vocabulary(base), _vocabulary(served)
-    if None not in words and words[0] != words[1]:
-        raise ConfigError(
-            f"{base}: its tokenizer gives other numbers to words than that of {served}, which the engines serve; train "
-            "the model that is served (training.policies.*.base)"
-        )
-
-
-def _vocabulary(folder: Path) -> Any:
-    """Words and numbers of a tokenizer, where it says (``tokenizer.json`` of Hugging Face's tokenizers)."""
-    path = folder / "tokenizer.json"
-    return json.loads(path.read_text()).get("model", {}).get("vocab") if path.is_file() else None
