@@ -314,7 +314,9 @@ async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other
         answers = [task.result() for task in poison]
         assert {status for status, _ in answers} == {400}, answers[0]
         assert "EngineGenerateError" in answers[0][1]["error"]["message"]
-        assert sum(word in json.dumps(b) for b in upstream.bodies) == 50 * tries
+        asked = sum(word in json.dumps(b) for b in upstream.bodies)
+        most = 1 if tries == 1 else failover.DOUBTS  # more than three tries where no other call was answered meanwhile
+        assert 50 * tries <= asked <= 50 * most
         assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
         assert len((await gateway.close("u/p/0")).turns) == benign
 

@@ -70,6 +70,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         built_in |= {"pipeline-parallel-size": count, "nnodes": count, "master-addr": address()}
         built_in["master-port"] = free_port("")
         program, subcommand = "vllm.entrypoints.cli.main", ["serve"]  # the API server alone knows no --headless
+    ours: dict[str, str] = {}
+    """Variables that are ours, whatever they are here."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if count == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else torch.distributed listens where the host's name leads, if anywhere
@@ -80,7 +82,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if len(os.fsencode(private)) + 38 < 107:  # its processes' sockets, named by a UUID, outlive a killed engine
         env["VLLM_RPC_BASE_PATH"] = str(private)
         if count == 1:
-            env["TMPDIR"] = str(private)  # and so does the file where they meet
+            ours["TMPDIR"] = str(private)  # and so does the file where they meet
     if model.get("sleep_level") and not _is_cpu_build(python):  # there it ignores being sent to sleep
         built_in["enable-sleep-mode"] = True
     if _is_cpu_build(python):
@@ -88,7 +90,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         env["TORCHDYNAMO_DISABLE"] = "1"  # what is compiled all the same (log-probabilities) wants g++ on the node
     result = Launch(
         [python, "-m", program, *subcommand, *flags({**built_in, **options})],
-        {k: os.environ.get(k, v) for k, v in env.items()},
+        {k: os.environ.get(k, v) for k, v in env.items()} | ours,
         model_name=str(options.get("served-model-name", policy)),
         protocol="split" if options.get("enable-scale-out", True) else "plain",
         reload="vllm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -27,9 +28,18 @@ CONTEXT = 4096
 
 
 @pytest.fixture(scope="module")
-def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    left = Path(tempfile.gettempdir())
-    before = {*left.glob("vllm_*")}
+def temporary() -> Iterator[str]:
+    """Where the node's temporary files go; nothing may be left there."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        yield folder
+        assert os.listdir(folder) == [], "vLLM left files on the node"
+
+
+@pytest.fixture(scope="module")
+def vllm(
+    interpreter: str, tiny_model: Path, temporary: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
     with Servers(tmp_path_factory.mktemp("vllm")) as servers, pytest.MonkeyPatch.context() as patch:
         # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -43,7 +53,6 @@ def vllm(interpreter: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         servers.start(section, "default", "--poll-s", "0.3")
         servers.record(0, timeout_s=600)
         yield servers
-    assert {*left.glob("vllm_*")} <= before, "vLLM left files on the node"
 
 
 @asynccontextmanager
