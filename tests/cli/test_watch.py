@@ -95,6 +95,7 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             app.push_screen(DetailScreen(chosen, app.reader))
             app.on_looked(Looked(Look(app.snapshot)))  # while that screen is being made
             await shows(pilot, f"{chosen}  completed")
+        app.on_looked(Looked(Look(app.snapshot)))  # one that comes when the screen is gone
 
     asyncio.run(scenario())
 

@@ -16,7 +16,7 @@ from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
 from textual.message import Message
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, Static
 
 from megaflow_hpc.campaign.run import Run
@@ -142,8 +142,19 @@ class WatchApp(App[None]):
             self._problem = f"the run directory has not answered for {seconds(silent_s)}"
             self._show_head()
 
+    @property
+    def _list(self) -> Screen[object]:
+        """The screen with the list; others lie over it.
+
+        Raises:
+            ScreenStackError: it is being made or taken away.
+        """
+        if not self.screen_stack:
+            raise ScreenStackError("no screen")
+        return self.screen_stack[0]
+
     def _show_head(self) -> None:
-        where = self.screen_stack[0]
+        where = self._list
         if self.snapshot is None:
             lines = [Text(in_one_line(self._problem) or "reading …", "bold red" if self._problem else "dim")]
         else:
@@ -154,7 +165,7 @@ class WatchApp(App[None]):
     def _show_rows(self) -> None:
         if self.snapshot is None:
             return
-        rows = self.screen_stack[0].query_one(Rows)
+        rows = self._list.query_one(Rows)
         if self._parts:
             rows.show(PartTable(self.snapshot.status))
         else:
@@ -164,7 +175,7 @@ class WatchApp(App[None]):
         self._tell_reader()
 
     def _tell_reader(self) -> None:
-        self.reader.live.shown = () if self._parts else list(self.screen_stack[0].query_one(Rows).on_screen)
+        self.reader.live.shown = () if self._parts else list(self._list.query_one(Rows).on_screen)
 
     def on_rows_moved(self) -> None:
         """Other rows are on the screen: pods are asked about those."""
@@ -186,7 +197,7 @@ class WatchApp(App[None]):
             shown = ["failed only (f)"] if self._failed else []
             shown += [f"with {self._text!r} (Esc)"] if self._text else []
             keys = f"shown: {', '.join(shown)}  q leave  ? keys"
-        self.screen_stack[0].query_one("#keys", Static).update(Text(in_one_line(keys), "reverse", no_wrap=True))
+        self._list.query_one("#keys", Static).update(Text(in_one_line(keys), "reverse", no_wrap=True))
 
     def action_failed(self) -> None:
         """Shows only what failed, or all."""
