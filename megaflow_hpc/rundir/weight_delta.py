@@ -33,7 +33,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import open_regular, read_regular, remove_tree
 from megaflow_hpc.rundir.safetensors import read_header
-from megaflow_hpc.rundir.weight_source import DELTA
+from megaflow_hpc.rundir.weight_source import ADAPTER, DELTA
 
 try:
     from isal.isal_zlib import compress as _compress
@@ -42,6 +42,8 @@ except ImportError:  # no wheel for this processor: the same streams, slower
 
 WORDS = 2**23
 """Words of a file compared at once: 16 MB in bfloat16."""
+WORTH = 4
+"""How many times smaller than the whole a delta must be; else the next one differs from a new whole version."""
 SUFFIX = ".delta"
 WIDTHS = {"BF16": 2, "F16": 2}
 """Bytes of a word by the dtype of a file's first tensor, as safetensors names it; else 4."""
@@ -83,6 +85,17 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
             shutil.copyfile(path, folder / path.name)
     write_json(folder / DELTA, {"base": number, "files": files})
     return sum(sizes.values()), sum((folder / (name + SUFFIX)).stat().st_size for name in names)
+
+
+def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> bool:
+    """As :func:`write_delta`, where it is worth it (for no adapter); tells whether it is, and else writes nothing."""
+    if (whole / ADAPTER).exists():
+        return False
+    found = write_delta(whole, base, number, folder)
+    if found is not None and found[0] >= WORTH * found[1]:
+        return True
+    remove_tree(folder)
+    return False
 
 
 def put_together(delta: Path, base: Path, whole: Path) -> Path:

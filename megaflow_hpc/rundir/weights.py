@@ -134,6 +134,7 @@ def publish(
     keep: int | None = None,
     token: str = "",
     digest: str = "",
+    delta: bool = False,
 ) -> Version:
     """Publishes the model directory ``source`` as the policy's next version; its servers load it.
 
@@ -148,6 +149,7 @@ def publish(
         token: Names this publishing, such as ``step-000012``. Where the policy has a version of that token, that one is
             returned and ``source`` is not looked at.
         digest: Names the content, where the publisher knows it. Kept, and compared where a token comes again.
+        delta: Write what differs from the policy's last whole version, where that is small; ``source`` stays.
 
     Raises:
         ConfigError: No such policy, ``source`` is no directory with weights, or ``token`` was published with another
@@ -159,7 +161,7 @@ def publish(
     if made is None:
         check(source, model)
         make_directory(run.weights)
-        made = _add(run, source, model, Version(policy=policy, token=token, digest=digest), move)
+        made = _add(run, source, model, Version(policy=policy, token=token, digest=digest), move, delta)
     point(run, policy)
     if keep is not None:
         prune(run, policy, keep)
@@ -250,14 +252,19 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
-def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool) -> Version:
+def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool, delta: bool) -> Version:
     """Stages a new version and gives it the next number; returns it, or who was faster under its token."""
     place = _place()
     staged = run.weights / f".publishing.{place}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
-        if move:
+        small = False
+        if delta and (wholes := [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None]):
+            from megaflow_hpc.rundir.weight_delta import write_small_delta  # numpy, which readers do without
+
+            small = write_small_delta(source, Path(wholes[-1].path), wholes[-1].version, staged)
+        if move and not small:
             _move(source, staged)
-        else:
+        elif not small:
             shutil.copytree(source, staged, symlinks=False)
         complete(staged, model)
         fsync_tree(staged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -19,15 +18,10 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
-from megaflow_hpc.rundir.weight_delta import write_delta
-from megaflow_hpc.rundir.weight_source import ADAPTER, base_of
-from megaflow_hpc.rundir.weights import Version, current, publish, versions
+from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
-
-WORTH = 4
-"""How many times smaller than the whole a delta must be; else the next one differs from a new whole version."""
 
 
 class Flow(Protocol):
@@ -150,27 +144,19 @@ class Step:
             return current(flow.run, flow.policy)
         flow.check()
         # What a step is made again from is its plan; a GPU need not make the same bits of it.
-        named = {"token": f"step-{self.number:06d}", "digest": self._digest}
-        whole, delta = Path(folder), flow.files.path / f".export-{self.number}-{secrets.token_hex(4)}"
-        try:
-            if flow.config.publish.delta and self._write_delta(whole, delta):
-                made = publish(flow.run, delta, flow.policy, move=True, keep=keep, **named)
-            else:
-                made = publish(flow.run, whole, flow.policy, move=move, keep=keep, **named)
-        finally:
-            remove_tree(delta, ignore_errors=True)
+        made = publish(
+            flow.run,
+            folder,
+            flow.policy,
+            move=move,
+            keep=keep,
+            token=f"step-{self.number:06d}",
+            digest=self._digest,
+            delta=flow.config.publish.delta,
+        )
         if move:
-            remove_tree(whole, ignore_errors=True)
+            remove_tree(folder, ignore_errors=True)  # a delta, or what was published before, has left it
         return made
-
-    def _write_delta(self, whole: Path, delta: Path) -> bool:
-        """Writes what differs from the last whole version, if there is one; tells whether that is worth it."""
-        flow = self._flow
-        wholes = [v for v in versions(flow.run, flow.policy) if base_of(Path(v.path)) is None]
-        if not wholes or not whole.is_dir() or (whole / ADAPTER).exists():
-            return False
-        found = write_delta(whole, Path(wholes[-1].path), wholes[-1].version, delta)
-        return found is not None and found[0] >= WORTH * found[1]
 
     def commit(
         self, checkpoint: str | os.PathLike[str] | None = None, metrics: Mapping[str, float] | None = None
