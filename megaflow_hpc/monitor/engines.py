@@ -25,6 +25,7 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
             "job_id": server.job_id,
             "model_name": server.model_name,
             "weight_version": server.weight_version,
+            "template": server.template,
             "waiting": server.waiting,
             "state": "serving",
         }

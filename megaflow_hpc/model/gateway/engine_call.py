@@ -171,6 +171,8 @@ class Call(NamedTuple):
     """Bytes of the agent's request."""
     place: Place | None = None
     """Awaited before a large answer is taken in."""
+    keep_thoughts: bool = False
+    """Whether earlier answers stay in the prompt as they were sampled, whatever the chat template makes of them."""
 
     @property
     def chat(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
@@ -40,10 +40,17 @@ class Caller:
         wait_s: Seconds for which a call waits for a server that answers.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
         limits: Rates and requests in flight that all calls together keep to.
+        keep_thoughts: Policies whose earlier answers stay in the prompt as they were sampled.
     """
 
-    def __init__(self, wait_s: float, request_timeout_s: float, limits: CallLimits | None = None) -> None:
-        self.wait_s, self.request_timeout_s = wait_s, request_timeout_s
+    def __init__(
+        self,
+        wait_s: float,
+        request_timeout_s: float,
+        limits: CallLimits | None = None,
+        keep_thoughts: Collection[str] = (),
+    ) -> None:
+        self.wait_s, self.request_timeout_s, self._keep_thoughts = wait_s, request_timeout_s, frozenset(keep_thoughts)
         self.limits = limits or CallLimits()
         self.router = Router()
         self._connections = Connections()
@@ -83,9 +90,10 @@ class Caller:
             ModelServiceError: No server answered in time; the rollout's ``failure`` says why.
         """
         arrived, timeout_s, recorder = time.monotonic(), self.request_timeout_s, rollout.recorder
+        keep = policy in self._keep_thoughts
 
         def at(server: Server) -> Call:
-            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place)
+            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place, keep)
 
         try:
             async with self.limits.turn():

@@ -9,11 +9,9 @@ ids starts a new sequence.
 
 ``split`` (vLLM with ``--enable-scale-out``): ``…/render`` makes the prompt's token ids, ``/inference/v1/generate`` goes
 from ids to ids, ``…/derender`` makes the agent's answer of them. Between the first and the second, the part of the
-prompt that is this rollout's own earlier answers is replaced by the ids that were sampled, so a conversation that is
-only appended to is one sequence whatever its text encodes to::
-
-    rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
-    sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
+prompt that is this rollout's own earlier answers is replaced by the ids that were sampled
+(:mod:`~megaflow_hpc.model.gateway.continuation`), so a conversation that is only appended to is one sequence whatever
+its text encodes to.
 
 A server that lacks what its protocol needs is asked in the next lower one. The protocols used are counted per rollout
 (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so that text is never taken for tokens.
@@ -31,6 +29,7 @@ from typing import Any, TypeVar
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.engine_answer import check, check_size, ids, scores
+from megaflow_hpc.model.gateway.continuation import continued
 from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Reply, multiplied, weight_version
 from megaflow_hpc.model.gateway.recorder import Sample
 from megaflow_hpc.model.json_pieces import TooMuch
@@ -126,7 +125,7 @@ async def split(call: Call) -> Answer:
     lacking = "an answer of render, generate or derender lacks a part"
     try:
         rendered, sampling = await aside(request.size, ids, request["token_ids"]), dict(request["sampling_params"])
-        prompt = rendered if request.get("features") else await _continued(call, rendered)
+        prompt = rendered if request.get("features") else await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
             sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
@@ -194,29 +193,6 @@ async def count(call: Call) -> int:
     except _WRONG as error:
         why = f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
         raise Doubtful(why[:_SAID], again=False) from error
-
-
-async def _continued(call: Call, rendered: array[int]) -> array[int]:
-    """Returns ``rendered`` with the rollout's own earlier answers as they were sampled; itself where none is known."""
-    messages = call.body.get("messages") or ()
-    found = await aside(call.size, call.recorder.tip, rendered, messages, call.policy)
-    if found is None:
-        return rendered
-    sequence, tip = found
-    after = rendered[len(tip.rendered) :]
-    if tip.stop is not None:
-        if tip.stop not in after:
-            return rendered
-        tail = after[after.index(tip.stop) + 1 :]
-    else:
-        # A limit cut the answer off, so no token in it marks its end: what follows an answer without text is the rest.
-        emptied = [dict(m) for m in messages]
-        emptied[tip.messages] = {"role": "assistant", "content": ""}
-        bare = ids((await call.post(RENDER, call.asked(messages=emptied)))["token_ids"])
-        tail = bare[len(tip.rendered) :]
-        if bare[: len(tip.rendered)] != tip.rendered or not tail or after[-len(tail) :] != tail:
-            return rendered
-    return sequence.tokens[: tip.end] + tail
 
 
 def text_of(answer: Answer) -> Sample:

@@ -63,6 +63,8 @@ class Tip:
     """Tokens of the sequence up to the end of the answer."""
     stop: int | None
     """The token that ended the turn; ``None`` if a limit ended it."""
+    start: int = 0
+    """Tokens of the sequence before the answer."""
 
 
 @dataclass
@@ -165,7 +167,7 @@ class Recorder:
         if sample.rendered is not None and sample.message is not None:
             stop = sample.tokens[-1] if sample.stopped else None
             rendered = array("i", sample.rendered)
-            self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop)
+            self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop, start)
         self._keep_messages(messages, sample.message, policy)
         self.recording.calls.append(_call(sample, digest(list(messages)) if asked is None else asked))
         self._last_answer = time.monotonic()
@@ -208,18 +210,15 @@ class Recorder:
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
         self.recording.inexact += degraded or protocol == "text"
 
-    def tip(
-        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
-    ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the latest turn that this conversation continues: same prompt, then the sampled answer, unchanged."""
-        candidate, policy = _as_array(rendered), policy or self.policy
+    def answered(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[tuple[TokenSequence, Tip]]:
+        """Returns the ends of sequences whose answer is in this conversation at its place, latest first."""
+        found = []
         for number, tip in reversed(self.tips.items()):
-            if self.recording.sequences[number].policy != policy:
-                continue
-            goes_on = len(messages) > tip.messages and same_message(messages[tip.messages], tip.answer)
-            if goes_on and candidate[: len(tip.rendered)] == tip.rendered:
-                return self.recording.sequences[number], tip
-        return None
+            sequence = self.recording.sequences[number]
+            if sequence.policy == (policy or self.policy) and len(messages) > tip.messages:
+                if same_message(messages[tip.messages], tip.answer):
+                    found.append((sequence, tip))
+        return found
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[Mapping[str, Any]]:
         """Returns the conversation with the policy's own earlier answers as the engine wrote them.

@@ -74,6 +74,8 @@ class ModelGateway:
         limits: What this gateway may ask of the engines.
         replays: Policies that are answered from a recorded campaign.
         media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
+        keep_thoughts: Policies whose earlier answers stay in the prompt as they were sampled, whatever the chat
+            template makes of them.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class ModelGateway:
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
         media_domains: Mapping[str, Collection[str]] | None = None,
+        keep_thoughts: Collection[str] = (),
     ) -> None:
         self.host, self.port = host, 0
-        self._caller = Caller(wait_s, request_timeout_s, limits)
+        self._caller = Caller(wait_s, request_timeout_s, limits, keep_thoughts)
         self._calls = Calls(self._caller, policies, replays or {}, media_domains or {})
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}

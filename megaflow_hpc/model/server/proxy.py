@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, WEIGHT_VERSION
+from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.aside import aside, asker
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import HttpServer
@@ -39,7 +39,8 @@ from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
-MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models"), ("POST", RENDER), ("POST", DERENDER)}
+MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
+MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
 """What gateways ask for: other APIs of an engine take options that no gateway has looked at."""
 ADMIN_PATHS = frozenset(
     {("GET", p) for p in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping")}

@@ -14,6 +14,7 @@ from megaflow_hpc.host.address import address
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.server.template_probe import parses_thoughts, probe
 from megaflow_hpc.rundir.endpoints import AdminKey, Endpoint, EndpointFiles, FailedServer, LoadingServer, RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
@@ -62,8 +63,9 @@ class Registration:
         """Heartbeats since the engine's latest start; 0 while it is not registered."""
         self._endpoint: Endpoint
 
-    def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
-        """Lets gateways find the server; its address."""
+    async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
+        """Lets gateways find the server; returns its address and what its chat template does, for the log."""
+        template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
         url = f"{'https' if fingerprint else 'http'}://{address()}:{proxy.port}"
         self._endpoint = Endpoint(
             server=self.what.name,
@@ -72,6 +74,7 @@ class Registration:
             key=proxy.key,
             model_name=launch.model_name,
             protocol=launch.protocol,
+            template=template,
             weight=float(self.what.model.get("weight") or 1.0),
             tls_fingerprint=fingerprint,
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -80,7 +83,7 @@ class Registration:
             started_at=time.time(),
         )
         self._files.publish_admin_key(self.what.name, AdminKey(self.start, proxy.admin_key))
-        return url
+        return f"{url}; its chat template: {template}" if template else url
 
     def beat(self, weight_version: int, refused: RefusedWeights | None, load: Load) -> None:
         """Renews the endpoint file with what changes; only after :meth:`register`.

@@ -100,8 +100,7 @@ class EngineServer:
         caps: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
-        self.poll_s = POLL_S if poll_s is None else poll_s
-        self.backoff_s = backoff_s
+        self.poll_s, self.backoff_s = POLL_S if poll_s is None else poll_s, backoff_s
         pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
@@ -218,7 +217,8 @@ class EngineServer:
             healthy.result()
             await self.weights.complete_start(version, launch)
             self._proxy.opened = True
-            self._say(f"serving {_named(version)} at {self.files.register(launch, self._proxy, self._fingerprint)}")
+            url = await self.files.register(launch, self._proxy, self._fingerprint)
+            self._say(f"serving {_named(version)} at {url}")
             self._launch = launch
             if launch.command and not launch.uds:
                 self._say(f"WARNING: every user of this node can reach the engine at {launch.base_url}, without a key")

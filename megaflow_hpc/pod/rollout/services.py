@@ -59,6 +59,7 @@ class Services:
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=replays_of(policies),
             media_domains={name: policy.model.media_domains for name, policy in policies.items() if policy.model},
+            keep_thoughts=[name for name, p in policies.items() if p.model and p.model.thoughts == "keep"],
         )
         await gateway.start()
         agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)

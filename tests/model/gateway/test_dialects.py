@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from megaflow_hpc.model.engines.scripted.tokens import END, answer_text, render
 from megaflow_hpc.model.gateway import dialects
 from megaflow_hpc.model.gateway.dialects import BadRequest, chat, messages, responses
+from megaflow_hpc.model.gateway.dialects.options import engine_request
 from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 
+DEVELOPER, USER = {"role": "developer", "content": "D"}, {"role": "user", "content": "a"}
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 JSON = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | TEXT, lambda inner: st.lists(inner, max_size=2))
 
@@ -286,6 +288,26 @@ def test_system_messages_stand_first_or_are_the_users() -> None:
         ("user", "a"),
         ("user", "E"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "roles"),
+    [
+        (chat, {"messages": [DEVELOPER, USER]}, ["system", "user"]),
+        (chat, {"messages": [{"role": "system", "content": "S"}, DEVELOPER, USER]}, ["system", "system", "user"]),
+        (chat, {"messages": [USER, DEVELOPER]}, ["user", "system"]),
+        (chat, {"messages": [{**DEVELOPER, "content": [{"type": "text", "text": "D"}]}, USER]}, ["system", "user"]),
+        (responses, {"input": [DEVELOPER, USER]}, ["system", "user"]),
+        (responses, {"input": [USER, {"type": "message", **DEVELOPER}]}, ["user", "user"]),
+        (messages, {"messages": [USER, DEVELOPER], "max_tokens": 1}, ["user", "user"]),
+    ],
+)
+def test_no_engine_is_sent_the_developer_role_and_its_words_stay(
+    dialect: dialects.Dialect, body: dict[str, Any], roles: list[str]
+) -> None:
+    asked = engine_request(dialect.request(body), True)
+    assert [m["role"] for m in asked["messages"]] == roles
+    assert [m["content"] for m in asked["messages"]].count("D") + str(asked).count("'text': 'D'") == 1
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from typing import Any
 
 from aiohttp import web
 
-from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER
+from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, TEXTS
 from megaflow_hpc.model.engines.scripted import engine
 from megaflow_hpc.model.engines.scripted.script import Answer
-from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, parse_prompt, render
+from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, parse_prompt, render, text_of_tokens
 
 
 class SplitEngine(engine.ScriptedEngine):
@@ -40,6 +40,7 @@ class SplitEngine(engine.ScriptedEngine):
         app.router.add_post(RENDER, self._render)
         app.router.add_post(GENERATE, self._generate)
         app.router.add_post(DERENDER, self._derender)
+        app.router.add_post(TEXTS, self._texts)
         return app
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
@@ -70,8 +71,7 @@ class SplitEngine(engine.ScriptedEngine):
         tokens, finish = self.sample(answer_text(message), prompt), "stop"
         if len(tokens) > limit:
             tokens, finish = tokens[:limit], "length"
-            text = bytes(t % OTHER for t in tokens if t != END).decode("utf-8", "replace")
-            message = {"role": "assistant", "content": text}
+            message = {"role": "assistant", "content": text_of_tokens(tokens)}
         self.on_sampled(prompt, tokens)
         name = f"gen-{uuid.uuid4().hex}"
         self._answers[name] = message, "tool_calls" if finish == "stop" and answer.calls else finish
@@ -88,3 +88,9 @@ class SplitEngine(engine.ScriptedEngine):
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         head = {"id": generated["request_id"], "object": "chat.completion", "created": 0, "model": self.model_name}
         return web.json_response({**head, "choices": [choice], "usage": usage})
+
+    async def _texts(self, request: web.Request) -> web.Response:
+        body = await engine.body_of(request)
+        tokens = [response["choices"][0]["token_ids"] for response in body["generate_responses"]]
+        choices = [{"index": n, "text": text_of_tokens(ids)} for n, ids in enumerate(tokens)]
+        return web.json_response({"object": "text_completion", "choices": choices})

@@ -44,6 +44,11 @@ def logprob(token: int, position: int) -> float:
     return -(1 + (token * 31 + position * 17) % 199) / 100
 
 
+def text_of_tokens(tokens: Sequence[int]) -> str:
+    """Returns the text of token ids; the marks of turns have none."""
+    return bytes(t % OTHER for t in tokens if t not in (END, START)).decode("utf-8", "replace")
+
+
 def parse_prompt(tokens: Sequence[int]) -> tuple[list[dict[str, str]], list[str]]:
     """Returns the messages of a prompt, and the names of the tools that it offers."""
     messages, tools = [], []

@@ -71,6 +71,8 @@ def _message(message: Any, where: str, domains: Collection[str]) -> dict[str, An
             found[name] = value if plain else _parts(value, f"{where}.content", domains)
         elif name in fields and value is not None:
             found[name] = fields[name](value, f"{where}.{name}")
+    if role == "developer":
+        found["role"] = "system"
     return found
 
 
@@ -141,7 +143,10 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "tool": {**_COMMON, "tool_call_id": expect_text},
 }
-"""Role → fields of its messages that are passed on. Content is a text, nothing, or parts."""
+"""Role → fields of its messages that are passed on. Content is a text, nothing, or parts.
+
+Chat templates know no ``developer``, which is the newer name of ``system``: such messages are passed on as that.
+"""
 
 
 def tools(value: Any, field: str) -> list[dict[str, Any]]:

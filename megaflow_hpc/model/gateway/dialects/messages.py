@@ -4,7 +4,7 @@
 system (text or blocks)                one system message; blocks that carry a hash of the request are left out
 user: text, image, tool_result         a tool message per result, then one user message with the rest
 assistant: text, thinking, tool_use    one assistant message: content, reasoning, tool calls
-system inside the conversation         a user message: many chat templates refuse a second system message, and moving
+system or developer in the messages    a user message: many chat templates refuse a second system message, and moving
                                        it to the front would change the prompt of every earlier call
 tools with an ``input_schema``         functions; those that run at Anthropic (web search) are not offered to the model
 thinking, effort, cache_control        ignored: how a model thinks is the campaign's matter
@@ -82,11 +82,11 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     for number, message in enumerate(given["messages"]):
         where = f"messages[{number}]"
         role, content = expect_object(message, where).get("role"), message.get("content")
-        if role == "system":
+        if role in ("system", "developer"):
             chat += [{"role": "user", "content": text} for text in (_system(content, f"{where}.content"),) if text]
             continue
         if role not in ("user", "assistant"):
-            raise BadRequest(f"{where}.role: expected user or assistant, found {role!r}")
+            raise BadRequest(f"{where}.role: expected user, assistant or system, found {role!r}")
         blocks = [text_part(content)] if isinstance(content, str) else expect_list(content, f"{where}.content")
         chat += (_user if role == "user" else _assistant)(blocks, f"{where}.content")
     tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(given.get("tools", ()))]

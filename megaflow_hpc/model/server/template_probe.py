@@ -1,0 +1,88 @@
+"""What the served chat template makes of earlier messages, as two short conversations that the engine renders show.
+
+::
+
+    user → answer with a thought → user
+    user → answer with a thought and a tool call → tool → answer → user
+
+Two thoughts that differ and give the same tokens are left out. A rendering that does not begin with the one before it
+shows that the template changes earlier messages. The gateway follows the template call by call
+(:mod:`megaflow_hpc.model.gateway.continuation`); this says beforehand where sequences will end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from megaflow_hpc.model.api import RENDER
+from megaflow_hpc.model.engines.external import Ask
+from megaflow_hpc.model.engines.launch import Launch
+
+APPENDS = "append-only"
+DROPS = "drops the thoughts of earlier answers"
+DROPS_AT_USER = "drops thoughts at the next user message"
+REWRITES = "rewrites earlier messages"
+TIMEOUT_S = 30.0
+Message = dict[str, Any]
+
+
+def parses_thoughts(model: Mapping[str, Any]) -> bool:
+    """Returns whether the engine of a ``model`` section gives thoughts in a field of their own; vLLM does if told to."""
+    named = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
+    return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in named
+
+
+async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:
+    """Returns what the template does; empty if the engine cannot render, or not such conversations.
+
+    Args:
+        ask: Posts one request to the engine.
+        launch: The engine.
+        parsed: Whether the engine gives thoughts in a field of their own, rather than within the text.
+    """
+    if launch.protocol != "split":
+        return ""
+
+    async def rendered(*messages: Message) -> list[int]:
+        body = {"model": launch.model_name, "messages": messages}
+        status, text = await ask(RENDER, body, TIMEOUT_S)
+        return list(json.loads(text)["token_ids"]) if status == 200 else []
+
+    try:
+        asks, again = {"role": "user", "content": "Which colour?"}, {"role": "user", "content": "And then?"}
+        one, other = ([asks, _answer(thought, parsed), again] for thought in ("A red one.", "A blue one."))
+        renderings = [await rendered(asks), await rendered(*one)]
+        at_user = await rendered(*other) == renderings[-1]
+        at_tool = at_user
+        call, result = _tool("A red one.", parsed)
+        if in_turn := await rendered(asks, call, result):
+            at_tool = await rendered(asks, *_tool("A blue one.", parsed)) == in_turn
+        renderings.append(await rendered(*one, _answer("A green one.", parsed), again))
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+        return ""
+    if not all(renderings):
+        return ""
+    if at_user or at_tool:
+        return DROPS if at_tool else DROPS_AT_USER
+    turns = [renderings, [renderings[0], in_turn]] if in_turn else [renderings]
+    return APPENDS if all(_grows(prompts) for prompts in turns) else REWRITES
+
+
+def _answer(thought: str, parsed: bool) -> Message:
+    if parsed:
+        return {"role": "assistant", "content": "This one.", "reasoning": thought}
+    return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nThis one."}
+
+
+def _tool(thought: str, parsed: bool) -> tuple[Message, Message]:
+    function = {"name": "look", "arguments": "{}"}
+    call = {**_answer(thought, parsed), "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}
+    return call, {"role": "tool", "tool_call_id": "call00001", "content": "Nothing."}
+
+
+def _grows(prompts: Sequence[list[int]]) -> bool:
+    return all(late[: len(early)] == early for early, late in zip(prompts, prompts[1:], strict=False))
