@@ -4,13 +4,15 @@ An agent may commit, switch branches, rewrite the history, break the index or re
 filters, attributes and drivers that run when git looks. So where the checkout stood is kept on the host
 (``checkout.json`` beside the sandbox's layer), and the difference is taken with a git directory of our own, that has
 neither configuration nor index nor references of the agent's: of its repository only the objects are read. Where they
-are gone, the image's repository is laid bare for a moment. What git says remains the agent's word, as git is a program
+are gone, the image's repository is laid bare for a moment. Patches travel as JSON, so a file that is not UTF-8, or has
+NUL bytes, is a binary hunk. What git says remains the agent's word, as git is a program
 of its sandbox: a patch is what an agent submits, never a proof.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -62,8 +64,15 @@ g() {{ git {settings} "$@"; }}
 g cat-file -e '{commit}^{{tree}}' 2>/dev/null || exit {gone}
 g read-tree {commit} || exit 1
 g add -A --ignore-errors . >&2 # what cannot be added is said, and the rest counts
-g diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ {commit} || exit 1
+{diffs}
 """
+_DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ {commit} {paths} \
+ || exit 1"""
+_AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
+_PATHS_BYTES = 40_000
+"""Bytes of paths in one command; if more files than that are not UTF-8, all are binary hunks."""
+_ESCAPED = re.compile(rb"\\([0-3][0-7]{2}|.)")
+_ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,26 @@ def _noted(sandbox: ApptainerSandbox) -> Start | None:
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
     """``None`` if the commit is not to be found."""
+    patch = await _diff(sandbox, start, [f"g {_DIFF.format(commit=start.commit, paths='')}"])
+    if patch is None or _is_text(patch.data):
+        return patch
+    names = _not_text(patch.data)
+    some = " ".join(shlex.quote(f":(literal){name}") for name in names)
+    others = " ".join(shlex.quote(f":(exclude,literal){name}") for name in names)
+    diffs = [f"{_AS_BINARY} {_DIFF.format(commit=start.commit, paths=f'--no-renames -- {some}')}"]
+    if names and len(os.fsencode(some)) < _PATHS_BYTES:
+        diffs.insert(0, f"g {_DIFF.format(commit=start.commit, paths=f'-- . {others}')}")
+    else:
+        diffs = [f"{_AS_BINARY} {_DIFF.format(commit=start.commit, paths='--no-renames')}"]
+    patch = await _diff(sandbox, start, diffs)
+    if patch is None or _is_text(patch.data):
+        return patch
+    left = f"not UTF-8, although git was asked for binary hunks: {', '.join(map(ascii, _not_text(patch.data)))}"
+    return Patch(patch.data, f"{patch.error}\n{left}".strip()[-2000:])
+
+
+async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -> Patch | None:
+    """Runs commands that print parts of a patch; ``None`` if the commit is not to be found."""
     long = len(start.commit) == 64
     script = _READ.format(
         top=shlex.quote(start.top),
@@ -217,6 +246,7 @@ async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
         more="[extensions]\\n\\tobjectformat = sha256\\n" if long else "",
         settings=" ".join(f"-c {shlex.quote(setting)}" for setting in start.settings),
         gone=GONE,
+        diffs="\n".join(diffs),
     )
     # Half of what is kept is the head.
     done = await sandbox.exec(script, cwd="/", timeout_s=READ_S, output_limit=2 * LIMIT)
@@ -229,4 +259,56 @@ async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
     if len(done.stdout_bytes) > LIMIT:
         return Patch(b"", f"the patch of {start.top} is larger than {LIMIT >> 20} MiB")
     left_out = [line for line in done.stderr.splitlines() if line.startswith(("error:", "fatal:"))]
+    for part in _parts(done.stdout_bytes):
+        if _GITLINK.search(part.partition(b"\n@@")[0]):
+            name = ", ".join(map(ascii, _names(part)))
+            left_out.append(f"{name}: a repository of its own; the patch names its commit and holds none of its files")
     return Patch(done.stdout_bytes, "\n".join(left_out)[-2000:])
+
+
+_GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [0-9a-f]+\.\.[0-9a-f]+) 160000$", re.M)
+
+
+def _not_text(patch: bytes) -> list[str]:
+    """Returns the files whose changes hold bytes that are not UTF-8, or NUL."""
+    found = dict.fromkeys(name for part in _parts(patch) if not _is_text(part) for name in _names(part))
+    return [name for name in found if "\0" not in name]
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
+
+
+def _parts(patch: bytes) -> list[bytes]:
+    """Returns the changes of each file; no line within them begins as their head does."""
+    return re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
+
+
+def _names(part: bytes) -> list[str]:
+    """Returns the names of a file before and after its change."""
+    head, *lines = part.split(b"\n")
+    for line in lines:
+        if line.startswith((b"@@ ", b"GIT binary patch")):
+            break
+        if line.startswith(b"rename from "):
+            to = next((other for other in lines if other.startswith(b"rename to ")), line)
+            return [_unquoted(line[12:]), _unquoted(to[10:])]
+    both = head[len(b"diff --git ") :]  # twice the same name, after a/ and b/
+    name = _unquoted(both[: len(both) // 2])
+    return [name.removeprefix("a/")]
+
+
+def _unquoted(name: bytes) -> str:
+    """Returns a path as git prints it, in quotes if it has special characters."""
+    if name.startswith(b'"'):
+
+        def plain(found: re.Match[bytes]) -> bytes:
+            given = found[1]
+            return bytes([int(given, 8)]) if len(given) == 3 else _ESCAPES.get(given, given)
+
+        name = _ESCAPED.sub(plain, name[1:-1])
+    return name.decode("utf-8", "surrogateescape")

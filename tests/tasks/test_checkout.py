@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import stat
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -119,6 +122,90 @@ def test_a_patch_makes_of_a_clean_checkout_what_the_agent_left(
     assert patch.error == "" or "sub" in agent, patch
     assert applied(repo, patch.data, tmp_path / "clean") == WANTED
     assert (tmp_path / "clean" / "c/d.txt").stat().st_mode & 0o111
+
+
+LATIN = "# -*- coding: latin-1 -*-\nNAME = 'café'\n".encode("latin-1")
+UNUSUAL = """cd /repo
+printf '%s' 'no newline at the end' > a.txt
+printf 'one\\r\\ntwo\\rthree\\r\\n' > crlf.py
+printf 'caf\\351\\n' >> latin.py
+printf 'new \\377\\376\\n' > 'new file.py'
+printf 'nul\\000byte\\n' > forced.text
+printf '\\357\\277\\275 grüße\\n' > utf.py
+git mv moved.py renamed.py; printf 'more \\344\\n' >> renamed.py
+rm gone.py
+printf 'x\\n' > "$(printf 'b\\303 "q\\t*.py')"
+printf 'y\\351\\n' > "$(printf 'c\\303 "q\\t[*]?.py')"
+printf 'y\\351\\n' > ':!odd'
+ln -s nowhere/ü link; ln -s "$(printf 'caf\\351')" odd-link; ln -sf a.txt pointer
+chmod +x c/d.txt
+"""
+HANDED = "printf 'caf\\351 1\\n' | tee latin.py moved.py gone.py; seq 50 >> moved.py; ln -s b.txt pointer; "
+HANDED += "printf '*.text diff\\n*.py text=auto\\n' > .gitattributes; "
+
+
+def files_below(place: Path) -> dict[bytes, tuple[bytes, int]]:
+    """Path → content or target, and mode, of everything but git's own."""
+    found = {}
+    for folder, folders, names in os.walk(os.fsencode(place)):
+        folders[:] = [name for name in folders if name != b".git"]
+        for name in names:
+            path = os.path.join(folder, name)
+            mode = os.lstat(path).st_mode
+            link = stat.S_ISLNK(mode)
+            content = os.readlink(path) if link else Path(os.fsdecode(path)).read_bytes()
+            found[os.path.relpath(path, os.fsencode(place))] = content, 0 if link else mode & 0o111
+    return found
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "more files than a command holds"])
+def test_a_patch_is_utf8_and_gives_every_byte_whatever_is_in_the_files(
+    image: str, scratch: Path, tmp_path: Path, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if many:
+        monkeypatch.setattr(checkout, "_PATHS_BYTES", 10)
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[checkout.Patch | None, bytes, bytes]:
+        assert (await sandbox.exec(f"cd /repo; {HANDED} {COMMIT}")).exit_code == 0
+        before = (await sandbox.exec("cd /repo; tar c .")).stdout_bytes
+        assert await checkout.remember(sandbox, "/repo")
+        assert (await sandbox.exec(UNUSUAL)).exit_code == 0
+        patch = await checkout.difference(sandbox, "/repo")
+        return patch, before, (await sandbox.exec("cd /repo; tar c .")).stdout_bytes
+
+    patch, before, after = work(image, scratch, use)
+    assert patch is not None
+    assert patch.error == ""
+    told = json.loads(json.dumps({"model_patch": patch.data.decode()}))["model_patch"]
+    assert ("+\ufffd grüße\n" in told) is not many
+    (tmp_path / "p.diff").write_text(told, encoding="utf-8", newline="")
+    for name, archive in (("clean", before), ("left", after)):
+        (tmp_path / name).mkdir()
+        subprocess.run(["tar", "x", "-C", tmp_path / name], input=archive, check=True)
+    subprocess.run(["git", "apply", "--whitespace=nowarn", tmp_path / "p.diff"], cwd=tmp_path / "clean", check=True)
+    wanted = files_below(tmp_path / "left")
+    assert files_below(tmp_path / "clean") == wanted
+    assert len(wanted) > 12
+
+
+def test_the_files_of_a_repository_within_the_checkout_are_not_in_the_patch_and_it_says_so(
+    image: str, scratch: Path
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> checkout.Patch | None:
+        assert await checkout.remember(sandbox, "/repo")
+        await sandbox.exec(f"mkdir sub; cd sub; git init -q; echo s > s; {COMMIT}")
+        return await checkout.difference(sandbox, "/repo")
+
+    patch = work(image, scratch, use)
+    assert patch.error == "'sub': a repository of its own; the patch names its commit and holds none of its files"
+    assert b"+Subproject commit" in patch.data
+
+
+def test_no_word_of_git_breaks_the_reading_of_a_patch() -> None:
+    """It is a program of the sandbox."""
+    for part in (b"", b"\xff", b'"a/\\777\\', b"a/x", b"a/x b/x\nrename from \xff", b"a/\0 b/\0\n@@ \xff"):
+        patch = b"diff --git " + part
+        assert isinstance(checkout._not_text(patch + b"\n" + patch), list)
 
 
 def test_a_patch_makes_the_agents_sandbox_again_of_a_fresh_one(image: str, scratch: Path) -> None:

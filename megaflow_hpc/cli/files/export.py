@@ -11,6 +11,7 @@ from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.texts import in_one_line
 
 FORMATS = """\
 Writes the trajectories of a campaign for other programs. Works while the campaign runs, keeps little in memory, and
@@ -83,12 +84,16 @@ def _export(arguments: argparse.Namespace) -> int:
         def progress(name: str, done: int, total: int) -> None:
             watch.detail(f"{name} {done}/{total} trajectories")
 
-        written = export(store, formats, directory, arguments.where, arguments.compress, progress)
+        warnings: list[str] = []
+        written = export(store, formats, directory, arguments.where, arguments.compress, progress, warnings.append)
         count = len(store) if arguments.where is None else len(store.select(arguments.where))
+    for warning in warnings:
+        note(in_one_line(warning))
     if arguments.json:
-        print_json({"trajectories": count, "files": {name: list(map(str, paths)) for name, paths in written.items()}})
+        files = {name: list(map(str, paths)) for name, paths in written.items()}
+        print_json({"trajectories": count, "files": files, "warnings": warnings})
     else:
-        note(f"{count} trajectories")
+        note(f"{count} trajectories" + (f", {len(warnings)} of them not whole" if warnings else ""))
         for paths in written.values():
             say("\n".join(map(str, paths)))
     return 0

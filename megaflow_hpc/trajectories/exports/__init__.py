@@ -41,6 +41,8 @@ class Job:
     """Compression of JSON lines: one of :data:`COMPRESSIONS`; Parquet is always compressed."""
     progress: Callable[[int, int], None] = lambda done, total: None
     """Called with the number of rows done and of all rows."""
+    warn: Callable[[str], None] = lambda text: None
+    """Called with the id of each trajectory that the format cannot hold whole, and why."""
 
     def rows(self) -> Iterator[Row]:
         """Yields the chosen rows in order."""
@@ -74,6 +76,7 @@ def export(
     where: str | None = None,
     compress: str = "none",
     progress: Callable[[str, int, int], None] | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[Path]]:
     """Writes trajectories in other formats.
 
@@ -84,6 +87,7 @@ def export(
         where: an expression that chooses rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
         compress: compression of JSON lines: ``none``, ``gz`` or ``zst``.
         progress: called with the format, the number of rows done and of all rows.
+        warn: called with the id of each trajectory that a format cannot hold whole, and why.
 
     Returns:
         The paths written, by format.
@@ -106,7 +110,7 @@ def export(
             if progress is not None:
                 progress(name, done, total)
 
-        written[name] = module.write(Job(store, numbers, directory, compress, tell))
+        written[name] = module.write(Job(store, numbers, directory, compress, tell, warn))
     return written
 
 

@@ -5,6 +5,9 @@ The harness takes one prediction per instance and file. Where a campaign has sev
 file for each: ``preds-<policy>-<sample>.json``, of tasks asked again ``preds-<policy>-<sample>@<round>.json``.
 The patch is the artifact named ``model.patch``, ``patch.diff`` or ``patch``, else that of the last step of a task in
 steps, else the first whose name ends in ``.patch`` or ``.diff``; without one the prediction is empty.
+
+JSON holds no bytes that are not UTF-8. The patches of this program have none; for one of an agent's own that has, the
+prediction is empty and the job is warned, since other bytes in their place would be another patch.
 """
 
 from __future__ import annotations
@@ -41,10 +44,13 @@ def write(job: Job) -> list[Path]:
         file = "preds.json" if len(runs) == 1 else f"preds-{which}.json"
         with published(job.directory / file) as temporary, open(temporary, "x", encoding="utf-8") as out:
             for place, row in enumerate(job.store.rows(chosen)):
+                patch, lacking = patch_of(row)
+                if lacking:
+                    job.warn(f"{row.id}: {lacking}")
                 prediction = {
                     "instance_id": row.task_id,
                     "model_name_or_path": row.policy,
-                    "model_patch": patch_of(row),
+                    "model_patch": patch,
                 }
                 out.write(f"{',' if place else '{'}\n{json.dumps(row.task_id)}: {json.dumps(prediction)}")
                 done += 1
@@ -54,10 +60,17 @@ def write(job: Job) -> list[Path]:
     return paths
 
 
-def patch_of(row: Row) -> str:
-    """Returns the text of the patch among a rollout's artifacts; empty without one."""
+def patch_of(row: Row) -> tuple[str, str]:
+    """Returns the text of the patch among a rollout's artifacts, empty without one, and what it lacks, if anything."""
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
     found = [name for name in NAMES if name in artifacts]
     found += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]
     found += [name for name in artifacts if name.endswith((".patch", ".diff"))]
-    return artifacts[found[0]].decode("utf-8", "replace") if found else ""
+    name = found[0] if found else NAMES[-1]
+    try:
+        text = artifacts.get(name, b"").decode()
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        return "", f"{name} is not UTF-8 ({where}), which a prediction cannot hold: it is empty"
+    incomplete = artifacts.get(f"{name}.error", b"").decode("utf-8", "replace")
+    return text, f"{name} is incomplete: {incomplete}" if incomplete else ""

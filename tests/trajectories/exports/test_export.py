@@ -314,9 +314,13 @@ def test_harbors_own_models_take_every_atif_document(run, tmp_path):
 
 
 def test_predictions_are_one_file_per_policy_and_sample(run, tmp_path):
-    paths = export(run, tmp_path, "preds", where="task == 'task' and sample in [1, 2]")["preds"]
+    said: list[str] = []
+    paths = export(run, tmp_path, "preds", where="task == 'task' and sample in [1, 2]", warn=said.append)["preds"]
     assert [path.name for path in paths] == ["preds-default-1.json", "preds-default-2.json"]
-    found = {"instance_id": "task", "model_name_or_path": "default", "model_patch": "--- a\n+++ b\n\ufffd"}
+    found = {"instance_id": "task", "model_name_or_path": "default", "model_patch": ""}
+    assert [line.partition(" which")[0] for line in said] == [
+        "task/default/1: fix.patch is not UTF-8 (byte 0xff at 12),"
+    ]
     assert json.loads(paths[0].read_text()) == {"task": found}
     assert json.loads(paths[1].read_text())["task"]["model_patch"] == ""
     (path,) = export(run, tmp_path, "preds", where="sample == 0")["preds"]
@@ -329,6 +333,15 @@ def test_the_patch_of_the_last_step_is_predicted(tmp_path):
     commit(run, "a", (0, 0, trajectory(0, artifacts=[Artifact("a.diff", b"x"), *steps])))
     (path,) = export(run, tmp_path, "preds")["preds"]
     assert json.loads(path.read_text())["task"]["model_patch"] == "two"
+
+
+def test_a_prediction_whose_patch_lacks_something_is_named(tmp_path):
+    run = run_dir(tmp_path / "run")
+    lacking = [Artifact("patch", b"x"), Artifact("patch.error", "error: unable to index 'ü'".encode())]
+    commit(run, "a", (0, 0, trajectory(0, artifacts=lacking)), (1, 0, trajectory(1, artifacts=lacking[1:])))
+    said: list[str] = []
+    export(run, tmp_path, "preds", warn=said.append)
+    assert said == [f"task/default/{n}: patch is incomplete: error: unable to index 'ü'" for n in range(2)]
 
 
 def test_rollouts_of_a_task_that_was_asked_again_have_files_of_their_own(tmp_path):
