@@ -73,9 +73,9 @@ class ModelConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without the dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """Earlier answers in a prompt. ``template``: as the model's chat template gives them, which may leave their thoughts
-    out; a new sequence starts there. ``keep``: as they were sampled, so that a conversation is one sequence; only
-    ``vllm`` can."""
+    """Earlier answers in a prompt. ``template``: as the model's chat template gives them; where it leaves thoughts
+    out, a new sequence starts. ``keep``: as they were sampled, so that a conversation is one sequence (``vllm``
+    only)."""
     media_domains: tuple[str, ...] = ()
     """Hosts from which engines may fetch images that agents name by URL. Default: none; agents send images as data."""
     python: str | None = None
@@ -145,7 +145,7 @@ class ModelConfig(Section):
         if self.name and "external" not in (self.engine, *(other.get("engine") for other in self.also)):
             raise ValueError("name: is for engine external; others serve a model by the name of its policy")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
-        if self.thoughts == "keep" and not self.pool and (lacking := kinds - {"vllm", "external", "replay"}):
+        if self.thoughts == "keep" and not self.pool and (lacking := kinds - {"vllm", "scripted", "external", "replay"}):
             raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; vllm can, else leave it out")
         if self.image and self.engine in ("external", "replay"):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")

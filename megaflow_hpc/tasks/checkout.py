@@ -66,8 +66,8 @@ g read-tree {commit} || exit 1
 g add -A --ignore-errors . >&2 # what cannot be added is said, and the rest counts
 {diffs}
 """
-_DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ {commit} {paths} \
- || exit 1"""
+_DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ \
+  {commit} {paths} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
 _PATHS_BYTES = 40_000
 """Bytes of paths in one command; if more files than that are not UTF-8, all are binary hunks."""

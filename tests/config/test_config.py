@@ -110,6 +110,27 @@ def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section:
     assert said.endswith("; write minutes (30), HH:MM:SS or D-HH:MM:SS")
 
 
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ("{path: m, thoughts: keep}", ""),
+        ("{engine: external, base_url: http://h/v1, thoughts: keep}", ""),
+        ("{pool: p, thoughts: keep}", ""),
+        ("{engine: sglang, path: m, thoughts: template}", ""),
+        ("{engine: sglang, path: m, thoughts: keep}", "engine sglang; vllm can, else leave it out"),
+        ("{path: m, thoughts: keep, also: [{engine: sglang}]}", "engine sglang; vllm can, else leave it out"),
+        ("{path: m, thoughts: drop}", "model.thoughts 'drop': expected"),
+    ],
+)
+def test_thoughts_are_kept_only_by_engines_that_can(tmp_path: Path, model: str, refused: str) -> None:
+    text = MINIMAL + f"model: {model}\n"
+    if refused:
+        assert refused in complaint(tmp_path, text)
+    else:
+        (tmp_path / "campaign.yaml").write_text(text)
+        config.load(tmp_path / "campaign.yaml")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.yaml: cannot be read"):
         config.load(tmp_path / "absent.yaml")

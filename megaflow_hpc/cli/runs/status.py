@@ -89,8 +89,8 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     if status["pods"]:
         lines.append(_table(status["pods"], "pod", "state", "node", "workers", "slots", "running", "stored", "why"))
     if status["servers"]:
-        columns = ("server", "state", "policy", "node", "weight_version", "template", "cause", "log")
-        lines.append(_table(status["servers"], *columns))
+        shown = ("server", "state", "policy", "node", "weight_version", "template", "cause", "log")
+        lines.append(_table(status["servers"], *shown))
     if "rollout_list" in status:
         columns = ("id", "status", "reward", "turns", "seconds", "cpu_s", "memory_peak_mb", "kind", "error")
         lines.append(_table(status["rollout_list"], *columns))
@@ -98,5 +98,6 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], *columns: str) -> str:
-    columns = tuple(c for c in columns if c not in ("why", "template", "cause", "log") or any(row.get(c) for row in rows))
+    optional = ("why", "template", "cause", "log")
+    columns = tuple(c for c in columns if c not in optional or any(row.get(c) for row in rows))
     return "\n" + table(columns, [[row.get(column) for column in columns] for row in rows])

@@ -215,9 +215,10 @@ class Recorder:
         found = []
         for number, tip in reversed(self.tips.items()):
             sequence = self.recording.sequences[number]
-            if sequence.policy == (policy or self.policy) and len(messages) > tip.messages:
-                if same_message(messages[tip.messages], tip.answer):
-                    found.append((sequence, tip))
+            if sequence.policy != (policy or self.policy) or len(messages) <= tip.messages:
+                continue
+            if same_message(messages[tip.messages], tip.answer):
+                found.append((sequence, tip))
         return found
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[Mapping[str, Any]]:

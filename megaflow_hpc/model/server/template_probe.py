@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -31,7 +32,7 @@ Message = dict[str, Any]
 
 
 def parses_thoughts(model: Mapping[str, Any]) -> bool:
-    """Returns whether the engine of a ``model`` section gives thoughts in a field of their own; vLLM does if told to."""
+    """Returns whether a ``model`` section's engine gives thoughts in a field of their own; vLLM must be told to."""
     named = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
     return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in named
 
@@ -85,4 +86,4 @@ def _tool(thought: str, parsed: bool) -> tuple[Message, Message]:
 
 
 def _grows(prompts: Sequence[list[int]]) -> bool:
-    return all(late[: len(early)] == early for early, late in zip(prompts, prompts[1:], strict=False))
+    return all(late[: len(early)] == early for early, late in pairwise(prompts))

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.model.server import template_probe
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.trajectory import Recording, TokenSequence
@@ -25,6 +26,15 @@ from tests.support.serving import Servers, only_the_proxy_is_reached
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 CONTEXT = 4096
+TEMPLATE = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}
+{%- else %}{{ m.content }}{% endif %}{{ '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
+"""
+"""As Qwen3's, it leaves out the thoughts before the last user message. Random bytes hold none."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +57,10 @@ def vllm(
         # And in the process that schedules: one of its own, which tests/security/test_vllm_options.py starts, and who
         # waits for it spin for a second after each step.
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        template = servers.run.path / "template.jinja"
+        template.write_text(TEMPLATE)
         args = {"max-model-len": CONTEXT, "dtype": "float32", "distributed-executor-backend": "uni"}
+        args["chat-template"] = str(template)
         section: dict[str, Any] = {"engine": "vllm", "path": str(tiny_model), "gpus": 0, "python": interpreter}
         section |= {"args": args, "weights": {"running": "continue"}, "sleep_level": 2}
         servers.start(section, "default", "--poll-s", "0.3")
@@ -164,6 +177,36 @@ def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: 
             assert [turn.sequence for turn in recording.turns] == [0, 0, 0, 1, 1, 1]
             for sequence in recording.sequences:
                 await agrees(vllm, sequence)
+
+    asyncio.run(scenario())
+
+
+def test_thoughts_that_the_template_leaves_out_are_in_no_prompt(vllm: Servers) -> None:
+    """The server asked its template at the start; each call follows it, by every protocol alike."""
+    assert vllm.record(0)["template"] == template_probe.DROPS_AT_USER
+
+    async def last_prompt(protocol: str, **options: Any) -> tuple[str, int]:
+        async with ModelGateway(wait_s=60, **options) as gateway:
+            gateway.update_endpoints([{**vllm.record(0), "protocol": protocol}])
+            model = await gateway.open("t/default/0", "default")
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]
+            for number in range(3):
+                choice = f"<think>thought {number}</think>said {number}"
+                body = {"messages": messages, "structured_outputs": {"choice": [choice]}, "max_tokens": 64}
+                messages.append((await post(model, body))["choices"][0]["message"])
+                assert messages[-1]["content"] == choice
+                messages.append({"role": "user", "content": f"Go {number}."})
+            recording = await gateway.close("t/default/0")
+        turn = recording.turns[-1]
+        prompt = recording.sequences[turn.sequence].tokens[: turn.token_start]
+        return bytes(t for t in prompt if t < 256).decode(), len(recording.sequences)
+
+    async def scenario() -> None:
+        followed = await last_prompt("split")
+        assert followed == await last_prompt("plain")
+        assert ("said 1" in followed[0], "thought" in followed[0], followed[1]) == (True, False, 3)
+        kept = await last_prompt("split", keep_thoughts=["default"])
+        assert ("thought 0" in kept[0], "thought 1" in kept[0], kept[1]) == (True, True, 1)
 
     asyncio.run(scenario())
 

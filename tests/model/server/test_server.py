@@ -43,6 +43,15 @@ def test_it_registers_once_it_completes_and_unregisters_when_told(servers: Serve
     assert not list(servers.run.endpoints.iterdir())
 
 
+def test_it_tells_what_its_chat_template_does_to_earlier_messages(servers: Servers) -> None:
+    servers.script(ANSWER, split=True)
+    record = servers.record(0)
+    assert (record["protocol"], record["template"]) == ("split", "append-only")
+    assert [row["template"] for row in shown_servers(servers.run, False)] == ["append-only"]
+    servers.script(ANSWER)
+    assert servers.record(1)["template"] == "", "one that cannot render"
+
+
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR2])
 def test_what_is_in_flight_is_answered_before_it_leaves(servers: Servers, which: signal.Signals) -> None:
     servers.script(SLOW, "default", "--poll-s", "0.05", "--beat-s", "0.05")

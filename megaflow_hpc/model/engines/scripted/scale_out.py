@@ -17,7 +17,15 @@ from aiohttp import web
 from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, TEXTS
 from megaflow_hpc.model.engines.scripted import engine
 from megaflow_hpc.model.engines.scripted.script import Answer
-from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, parse_prompt, render, text_of_tokens
+from megaflow_hpc.model.engines.scripted.tokens import (
+    END,
+    OTHER,
+    answer_text,
+    logprob,
+    parse_prompt,
+    render,
+    text_of_tokens,
+)
 
 
 class SplitEngine(engine.ScriptedEngine):
