@@ -145,7 +145,11 @@ class ModelConfig(Section):
         if self.name and "external" not in (self.engine, *(other.get("engine") for other in self.also)):
             raise ValueError("name: is for engine external; others serve a model by the name of its policy")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
-        if self.thoughts == "keep" and not self.pool and (lacking := kinds - {"vllm", "scripted", "external", "replay"}):
+        if (
+            self.thoughts == "keep"
+            and not self.pool
+            and (lacking := kinds - {"vllm", "scripted", "external", "replay"})
+        ):
             raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; vllm can, else leave it out")
         if self.image and self.engine in ("external", "replay"):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from megaflow_hpc.model.api import RENDER, TEXTS
@@ -32,29 +31,35 @@ _SEED = 16
 
 async def continued(call: Call, rendered: array[int]) -> array[int]:
     """Returns the prompt to send for a rendering; raises as :meth:`Call.post` does, or if an answer lacks a part."""
-    messages = call.body.get("messages") or ()
-    answered = await aside(call.size, call.recorder.answered, messages, call.policy)
-    for sequence, tip in answered:
-        if rendered[: len(tip.rendered)] != tip.rendered:
-            continue
-        after = rendered[len(tip.rendered) :]
-        if tip.stop is None:
-            tail = await _tail(call, rendered, messages, tip)
-            if len(tail) > len(after):
-                return rendered
-        elif tip.stop in after:
-            tail = after[after.index(tip.stop) + 1 :]
-        else:
+    messages, recorder = call.body.get("messages") or (), call.recorder
+    found = await aside(call.size, recorder.tip, rendered, messages, call.policy)
+    if found is None:
+        return await _kept(call, rendered, messages) if call.keep_thoughts else rendered
+    sequence, tip = found
+    after = rendered[len(tip.rendered) :]
+    if tip.stop is None:
+        tail = await _tail(call, rendered, messages, tip)
+        if len(tail) > len(after):
             return rendered
-        sampled, given = sequence.tokens[tip.start : tip.end], after[: len(after) - len(tail)]
-        if call.keep_thoughts or given == sampled or await _same_text(call, sampled, given, tip):
-            return sequence.tokens[: tip.end] + tail
+    elif tip.stop in after:
+        tail = after[after.index(tip.stop) + 1 :]
+    else:
         return rendered
-    if call.keep_thoughts:
-        for sequence, tip in islice(answered, _TRIES):
-            if await _rendered(call, messages[: tip.messages]) == tip.rendered:
-                tail = await _tail(call, rendered, messages, tip)
-                return sequence.tokens[: tip.end] + tail if tail else rendered
+    sampled, given = sequence.tokens[tip.start : tip.end], after[: len(after) - len(tail)]
+    if given == sampled or await _same_text(call, sampled, given, tip):
+        return sequence.tokens[: tip.end] + tail
+    if not call.keep_thoughts:
+        return rendered
+    tail = await _tail(call, rendered, messages, tip)  # the answer may have become several turns
+    return sequence.tokens[: tip.end] + tail if tail else rendered
+
+
+async def _kept(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
+    """Returns the prompt that keeps the answers of a conversation whose past renders otherwise now."""
+    for sequence, tip in await aside(call.size, call.recorder.answered, messages, call.policy, _TRIES):
+        if await _rendered(call, messages[: tip.messages]) == tip.rendered:
+            tail = await _tail(call, rendered, messages, tip)
+            return sequence.tokens[: tip.end] + tail if tail else rendered
     return rendered
 
 
@@ -88,7 +93,7 @@ async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str
     said = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]
     changed[tip.messages] = {"role": "assistant", "content": "B" if said.endswith("A") else "A"}
-    common = _common_end(rendered, await _rendered(call, changed))
+    common = await aside(call.size, _common_end, rendered, await _rendered(call, changed))
     tail = rendered[len(rendered) - common :]
     if tip.stop is None:
         return tail

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from megaflow_hpc.model.gateway.meaning import Answers, call_ids, digest, meaning, original, same_message
@@ -210,16 +211,28 @@ class Recorder:
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
         self.recording.inexact += degraded or protocol == "text"
 
-    def answered(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[tuple[TokenSequence, Tip]]:
-        """Returns the ends of sequences whose answer is in this conversation at its place, latest first."""
-        found = []
+    def tip(
+        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
+    ) -> tuple[TokenSequence, Tip] | None:
+        """Returns the latest turn that this conversation continues: same prompt, then the sampled answer, unchanged."""
+        candidate = _as_array(rendered)
+        return next(self._answered(messages, policy, lambda tip: candidate[: len(tip.rendered)] == tip.rendered), None)
+
+    def answered(
+        self, messages: Sequence[Mapping[str, Any]], policy: str = "", most: int = 1
+    ) -> list[tuple[TokenSequence, Tip]]:
+        """Returns up to ``most`` of the latest turns whose answer is in this conversation at its place."""
+        return list(islice(self._answered(messages, policy, lambda tip: True), most))
+
+    def _answered(
+        self, messages: Sequence[Mapping[str, Any]], policy: str, wanted: Callable[[Tip], bool]
+    ) -> Iterator[tuple[TokenSequence, Tip]]:
         for number, tip in reversed(self.tips.items()):
-            sequence = self.recording.sequences[number]
-            if sequence.policy != (policy or self.policy) or len(messages) <= tip.messages:
+            sequence, place = self.recording.sequences[number], tip.messages
+            if sequence.policy != (policy or self.policy) or len(messages) <= place or not wanted(tip):
                 continue
-            if same_message(messages[tip.messages], tip.answer):
-                found.append((sequence, tip))
-        return found
+            if same_message(messages[place], tip.answer):
+                yield sequence, tip
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[Mapping[str, Any]]:
         """Returns the conversation with the policy's own earlier answers as the engine wrote them.

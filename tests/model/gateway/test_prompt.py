@@ -224,6 +224,22 @@ async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
         assert (tokens[: turn.token_start], tokens[turn.token_start : turn.token_end]) == (prompt, sampled)
 
 
+@in_loop
+async def test_a_kept_answer_that_the_template_renders_as_two_turns_is_sent_once() -> None:
+    def apart(messages: Sequence[Message]) -> list[Message]:
+        found = []
+        for message in messages:
+            parts = [{**message, "tool_calls": []}, {**message, "content": "", "reasoning": ""}]
+            found += parts if message.get("tool_calls") else [message]
+        return found
+
+    engine = Engine(apart, TOOLS[:3], drift=0.4)
+    async with serving(engine.application(), keep_thoughts=["p"]) as gateway:
+        recording = await converse(gateway, 3)
+    assert len(recording.sequences) == 1
+    assert marked(engine.log[-1][0]) == marked(scripted_tokens.render(messages_of(recording)[:-1]))
+
+
 def messages_of(recording: Recording) -> list[Message]:
     return [dict(m) for m in recording.messages]
 
