@@ -80,9 +80,10 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
         choices = (await call.post(TEXTS, request, 8 * len(sampled)))["choices"] if asked else []
     except Refused:
         return False  # it cannot tell
-    texts = iter([str(choice["text"]).rstrip("\ufffd") for choice in choices])
-    one, other = (next(texts) if tokens else "" for tokens in both)
-    return one == other
+    texts = [str(choice["text"]).rstrip("\ufffd") for choice in choices]
+    if len(texts) != len(asked):
+        raise ValueError(f"{len(texts)} texts of {len(asked)}")
+    return len(set(texts)) == 1 if len(asked) == len(both) else not any(texts)
 
 
 async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:

@@ -224,6 +224,27 @@ async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
         assert (tokens[: turn.token_start], tokens[turn.token_start : turn.token_end]) == (prompt, sampled)
 
 
+@pytest.mark.parametrize(("keep", "sequences"), [([], 4), (["p"], 1)], ids=["template", "keep"])
+@in_loop
+async def test_a_template_that_opens_the_thought_itself_is_followed_or_kept(keep: list[str], sequences: int) -> None:
+    """As of models that always think: the mark is the prompt's, and earlier answers have neither mark nor thought."""
+
+    class Opens(Engine):
+        async def _render(self, request: web.Request) -> web.Response:
+            await super()._render(request)
+            self.rendered[-1] += b"<think>"
+            sampling = {"max_tokens": 9999}
+            return web.json_response({"token_ids": self.rendered[-1], "sampling_params": sampling, "features": None})
+
+    engine = Opens(as_qwen3, CHAT, drift=0.4)
+    async with serving(engine.application(), keep_thoughts=keep) as gateway:
+        recording = await converse(gateway, 4)
+    assert len(recording.sequences) == sequences
+    if not keep:
+        check_sent(engine, recording, engine.rendered)
+    assert [f"thought {n}" in marked(engine.log[-1][0]) for n in range(3)] == [bool(keep)] * 3
+
+
 @in_loop
 async def test_a_kept_answer_that_the_template_renders_as_two_turns_is_sent_once() -> None:
     def apart(messages: Sequence[Message]) -> list[Message]:
@@ -287,6 +308,19 @@ async def test_an_engine_that_cannot_tell_texts_is_sent_the_rendering_where_ids_
             recording = await converse(gateway, 3)
         check_sent(engine, recording, engine.rendered)
         assert len(recording.sequences) == sequences
+
+
+@pytest.mark.parametrize("texts", [{}, {"choices": []}, {"choices": [{"text": "a"}]}, {"choices": [1, 2]}])
+@in_loop
+async def test_an_answer_that_is_no_text_fails_the_call_and_nothing_else(texts: Any) -> None:
+    class Odd(Engine):
+        async def _texts(self, request: web.Request) -> web.Response:
+            return web.json_response(texts)
+
+    engine = Odd(appends, CHAT, drift=0.9)
+    async with serving(engine.application()) as gateway:
+        with pytest.raises(AssertionError, match="lacks a part"):
+            await converse(gateway, 2)
 
 
 @in_loop
