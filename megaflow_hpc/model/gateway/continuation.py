@@ -1,7 +1,8 @@
 """The token ids of a prompt: the chat template's rendering, with the rollout's own answers as they were sampled.
 
 A rendering encodes the text of each earlier answer anew, often to other ids than were sampled. Where it gives an answer
-word for word, the sampled ids replace it, so the sequence grows. Where the template leaves a part of an answer out or
+word for word, the sampled ids replace it, so the sequence grows; white space between thought, text and tool calls may
+differ, as parsers leave there what templates add again. Where the template leaves a part of an answer out or
 changes it, the rendering itself is the prompt, as it is for every other client of the engine: a new sequence starts::
 
     rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
@@ -20,6 +21,7 @@ from typing import Any
 from megaflow_hpc.model.api import RENDER, TEXTS
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.engine_answer import ids
+from megaflow_hpc.model.gateway.dialects.base import reasoning_of
 from megaflow_hpc.model.gateway.engine_call import Call, Refused
 from megaflow_hpc.model.gateway.recorder import Tip
 
@@ -83,7 +85,18 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
     texts = [str(choice["text"]).rstrip("\ufffd") for choice in choices]
     if len(texts) != len(asked):
         raise ValueError(f"{len(texts)} texts of {len(asked)}")
-    return len(set(texts)) == 1 if len(asked) == len(both) else not any(texts)
+    one, other = [*texts, "", ""][:2]
+    return _parts(one, tip.answer) == _parts(other, tip.answer)
+
+
+def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
+    """Returns thought, text and what is around them, without the white space between: parsers and clients trim it."""
+    parts = []
+    for said in (reasoning_of(answer), answer.get("content")):
+        if (said := str(said or "").strip()) and said in text:
+            before, _, text = text.partition(said)
+            parts += [before.strip(), said]
+    return [*parts, text.strip()]
 
 
 async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:

@@ -45,6 +45,15 @@ def trims(messages: Sequence[Message]) -> list[Message]:
     return [{**m, "content": (m.get("content") or "").strip()} for m in messages]
 
 
+def adds_a_line(messages: Sequence[Message]) -> list[Message]:
+    """As Qwen3's with vLLM's parser: the line before a tool call is in the text already, and comes once more."""
+    return [{**m, "content": m["content"] + "\n"} if m.get("tool_calls") else m for m in messages]
+
+
+def joins_lines(messages: Sequence[Message]) -> list[Message]:
+    return [{**m, "content": " ".join(str(m.get("content") or "").split())} for m in messages]
+
+
 def shortens_results(messages: Sequence[Message]) -> list[Message]:
     """Leaves out the results of all tool calls but the last."""
     tools = [n for n, m in enumerate(messages) if m["role"] == "tool"]
@@ -171,11 +180,11 @@ async def test_thoughts_stay_between_tool_calls_and_go_at_the_next_user_message_
     ("template", "answers"),
     [
         (never_thinks, TOOLS),
-        (trims, [Answer(f"  answer {n}\n ") for n in range(3)]),
+        (joins_lines, [Answer(f"def f():\n    return {n}") for n in range(3)]),
         (shortens_results, TOOLS[:2] + TOOLS[3:]),
         (as_qwen3, [Answer("", reasoning=f"only a thought {n}") for n in range(3)]),
     ],
-    ids=["never thinks", "trims answers", "shortens results", "an answer that is a thought alone"],
+    ids=["never thinks", "white space within a text", "shortens results", "an answer that is a thought alone"],
 )
 @in_loop
 async def test_what_a_template_edits_is_sent_as_it_renders_it(template: Template, answers: list[Answer]) -> None:
@@ -184,6 +193,25 @@ async def test_what_a_template_edits_is_sent_as_it_renders_it(template: Template
         recording = await converse(gateway, len(answers))
     check_sent(engine, recording, engine.rendered)
     assert len(recording.sequences) > 1
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (trims, [Answer(f"  answer {n}\n ", reasoning=f"\nthought {n}\n") for n in range(3)]),
+        (trims, [Answer(f"answer {n}\n", calls=(CALL,)) for n in range(3)]),
+        (adds_a_line, TOOLS[:3]),
+    ],
+)
+@in_loop
+async def test_white_space_around_thought_and_text_ends_no_sequence(template: Template, answers: list[Answer]) -> None:
+    engine = Engine(template, answers, drift=0.4)
+    async with serving(engine.application()) as gateway:
+        recording = await converse(gateway, 3)
+    assert len(recording.sequences) == 1
+    sent, rendered = marked(engine.log[-1][0]), marked(engine.rendered[-1])
+    assert sent != rendered
+    assert "".join(sent.split()) == "".join(rendered.split())
 
 
 @pytest.mark.parametrize("template", [appends, as_qwen3])
@@ -206,7 +234,7 @@ async def test_an_answer_that_a_limit_cut_off_in_a_thought_is_sent_as_rendered(t
 
 
 @pytest.mark.parametrize("answers", [CHAT, TOOLS], ids=["chat", "tools"])
-@pytest.mark.parametrize("template", [as_qwen3, never_thinks, trims])
+@pytest.mark.parametrize("template", [as_qwen3, never_thinks, joins_lines])
 @in_loop
 async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
     template: Template, answers: list[Answer]
