@@ -190,7 +190,9 @@ def test_artifacts_that_a_verifier_of_its_own_cannot_take_are_left_out(
 
 
 @pytest.mark.slow
-def test_a_reward_that_is_none_is_zero_and_an_error_of_the_verifier(verdicts: Callable[..., dict[str, Trajectory]]) -> None:
+def test_a_reward_that_is_none_is_zero_and_an_error_of_the_verifier(
+    verdicts: Callable[..., dict[str, Trajectory]],
+) -> None:
     agents = {
         name: f"cat >run.sh <<'EOF'\n#!/bin/sh\n{script}\nEOF\nchmod 755 run.sh"
         for name, (script, _) in REWARDS.items()
@@ -316,7 +318,8 @@ CODE = {
     "removes the reward directory": "import os, shutil\n"
     "shutil.rmtree('/logs', ignore_errors=True)\nos.chmod('/logs/verifier', 0)\nos.kill(os.getppid(), 9)",
     "removes the tests": "import os, shutil\n"
-    "for place in ('/tests', '/.megaflow-swebench'): shutil.rmtree(place, ignore_errors=True)\nos.kill(os.getppid(), 9)",
+    "for place in ('/tests', '/.megaflow-swebench'): shutil.rmtree(place, ignore_errors=True)\n"
+    "os.kill(os.getppid(), 9)",
     "renames the tests": "import os\nos.rename('/tests/test.sh', '/tests/test.old')\nos.kill(os.getppid(), 9)",
     "removes all programs": "import shutil\n"
     "for place in ('/usr', '/bin', '/etc', '/lib', '/lib64'): shutil.rmtree(place, ignore_errors=True)",
@@ -344,7 +347,7 @@ CODE = {
     "import os, time\nos.kill(-1, 9)",
     "exits as if nothing could be tested": "import os\nos._exit(75)",
 }  # fmt: skip
-PROOF = 'import sys; sys.path[:0] = ["/app", "/testbed"]\nimport sol\nassert sol.answer() == 42\n'
+PROOF = 'import sys; sys.path[:0] = ["/app", "/testbed"]\nimport sol\nassert sol.answer() == 42\nprint("right")\n'
 HURRIED = TOML.replace("timeout_sec = 100", "timeout_sec = 3")
 HURRIED_APART = APART.replace("timeout_sec = 100", "timeout_sec = 3").replace("/app/more", "/app/sol.py")
 IMPORTS = """\
@@ -370,7 +373,7 @@ class Imports:
         await sandbox.exec("cat >sol.py", user_input=self.code)
 
     async def score(self, sandbox):
-        return (await sandbox.exec(["python3", "-c", {proof!r}], timeout_s=3)).exit_code == 0
+        return (await sandbox.exec(["python3", "-c", {proof!r}], timeout_s=3)).stdout == "right\\n"
 """
 
 
@@ -388,10 +391,11 @@ def swebench_tasks(place: Path, codes: dict[str, str]) -> dict[str, Task]:
     lines = []
     for number, code in enumerate(codes.values()):
         new = "".join(f"+{line}\n" for line in code.split("\n"))
-        patch = f"diff --git a/sol.py b/sol.py\nnew file mode 100644\n--- /dev/null\n+++ b/sol.py\n@@ -0,0 +1,{{}} @@\n{new}"
+        patch = "diff --git a/sol.py b/sol.py\nnew file mode 100644\n--- /dev/null\n+++ b/sol.py\n"
+        patch += f"@@ -0,0 +1,{code.count(chr(10)) + 1} @@\n{new}"
         command = "python3 /testbed/proof.py && echo PASSED check || echo FAILED check"
-        line = {"instance_id": f"org__lib-{number}", "repo": "org/lib", "problem_statement": "x", "image_name": "base"}
-        line |= {"patch": patch.format(code.count("\n") + 1), "FAIL_TO_PASS": ["check"], "test_cmd": command}
+        line = {"instance_id": f"org__lib-{number:02}", "repo": "org/lib", "problem_statement": "x", "image_name": "base"}
+        line |= {"patch": patch, "FAIL_TO_PASS": ["check"], "test_cmd": command}
         lines.append(json.dumps(line | {"log_parser": "pytest"}))
     (place / "lib.jsonl").write_text("\n".join(lines))
     tasks = load_tasks(["lib.jsonl"], place)
@@ -400,9 +404,9 @@ def swebench_tasks(place: Path, codes: dict[str, str]) -> dict[str, Task]:
 
 def python_tasks(place: Path, codes: dict[str, str]) -> dict[str, Task]:
     module = re.sub(r"\W", "_", f"codes_{place.name}")
-    instances = {f"code{number}": {"code": code} for number, code in enumerate(codes.values())}
+    instances = {f"code{number:02}": {"code": code} for number, code in enumerate(codes.values())}
     (place / f"{module}.py").write_text(OF_A_CLASS.format(instances=instances, proof=PROOF))
-    return dict(zip(codes, load_tasks([f"{module}:Imports"], place), strict=True))
+    return dict(zip(codes, load_tasks([f"{module}:Imports"], place), strict=True))  # sorted by id
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.errors import ConfigError, UserCodeError
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.python_class import solve
