@@ -394,8 +394,8 @@ def swebench_tasks(place: Path, codes: dict[str, str]) -> dict[str, Task]:
         patch = "diff --git a/sol.py b/sol.py\nnew file mode 100644\n--- /dev/null\n+++ b/sol.py\n"
         patch += f"@@ -0,0 +1,{code.count(chr(10)) + 1} @@\n{new}"
         command = "python3 /testbed/proof.py && echo PASSED check || echo FAILED check"
-        line = {"instance_id": f"org__lib-{number:02}", "repo": "org/lib", "problem_statement": "x", "image_name": "base"}
-        line |= {"patch": patch, "FAIL_TO_PASS": ["check"], "test_cmd": command}
+        line = {"instance_id": f"org__lib-{number:02}", "repo": "org/lib", "problem_statement": "x"}
+        line |= {"image_name": "base", "patch": patch, "FAIL_TO_PASS": ["check"], "test_cmd": command}
         lines.append(json.dumps(line | {"log_parser": "pytest"}))
     (place / "lib.jsonl").write_text("\n".join(lines))
     tasks = load_tasks(["lib.jsonl"], place)
