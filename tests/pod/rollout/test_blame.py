@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.config.model import ModelConfig
@@ -23,8 +24,7 @@ from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Rollout, Sandbox, Task
-from tests.model.gateway.test_bad_luck import record, served
-from tests.security.test_verdicts import CODE
+from tests.support.dodges import CODE
 from tests.support.harbor_tasks import write_files
 
 
@@ -115,17 +115,22 @@ def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attem
 
     async def main() -> Trajectory:
         poison = ScriptedTask(pattern=re.compile("poison"), answers=(Answer("no", status=500),))
+        runner = web.AppRunner(Dying(Script((poison,), (Answer("good"),)), "m").application(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = 1 if engine == "down" else runner.addresses[0][1]
+        server = {"server": "p.0", "policy": "p", "url": f"http://127.0.0.1:{port}", "model_name": "m"}
         async with (
-            served(Dying(Script((poison,), (Answer("good"),)), "m")) as port,
             ModelGateway(wait_s=2) as gateway,
             ApptainerProvider(scratch) as provider,
         ):
-            gateway.update_endpoints([record(1 if engine == "down" else port)])
+            gateway.update_endpoints([server])
             services = Services(config, {"p": policy}, {"base": rootfs}, provider, gateway)
             try:
                 return (await run_attempt(services, Rollout(task.id, "p", 0, "p"), task, attempt)).trajectory
             finally:
                 services.agents.close()
+                await runner.cleanup()
 
     return asyncio.run(main())
 
