@@ -60,8 +60,12 @@ class LimitError(SandboxError):
     """A sandbox has used up what it may (CPU time, wall time) and cannot go on: its commands' doing."""
 
 
+class LostError(SandboxError):
+    """A container ended and nothing tells who ended it, or none starts on the files that its commands left."""
+
+
 class SetupError(SandboxError):
-    """What is done inside of a sandbox to make it ready failed there: a copy, a script of the task, its health."""
+    """Something that is done inside of a sandbox failed there: a copy in or out, a script of the task, its health."""
 
 
 class UserCodeError(MegaflowError):
@@ -69,7 +73,7 @@ class UserCodeError(MegaflowError):
 
 
 class ModelServiceError(MegaflowError):
-    """No engine could answer, or an engine could not be started."""
+    """No engine could answer, or an engine could not be started. A task's ``score`` raises it if its judge is away."""
 
 
 class StarvedError(MegaflowError):

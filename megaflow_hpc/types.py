@@ -269,12 +269,14 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``error`` is empty exactly when there is a reward; ``output`` is what the tests printed, bounded."""
+    """``output`` is what the tests printed, bounded. Of a format's verdict ``reward`` is ``None`` only beside an
+    ``error``; :func:`megaflow_hpc.tasks.steps.verify` makes it 0."""
 
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     output: str = ""
     error: str = ""
+    """Why the tests gave no valid reward; the reward is 0 then."""
     artifacts: list[Artifact] = field(default_factory=list)
     """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
     agent_error: str = ""
@@ -283,8 +285,9 @@ class Verdict:
     @classmethod
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
         """A verdict with these named rewards, at least one; ``reward`` is the one of that name, else the first."""
-        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
-        return cls(reward, dict(rewards), output, artifacts=list(artifacts))
+        kept = {name: value + 0.0 for name, value in rewards.items()}  # -0.0 becomes 0.0
+        reward = kept["reward"] if "reward" in kept else next(iter(kept.values()))
+        return cls(reward, kept, output, artifacts=list(artifacts))
 
 
 @dataclass(frozen=True)

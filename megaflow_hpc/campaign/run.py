@@ -98,12 +98,12 @@ class Run:
             status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, known)
         ended = status["state"] in ("finished", "cancelled")
         status["queue"] = [] if ended else self.slurm_jobs.waiting(self._slurm_age_s)
-        status["warnings"] = [*self.edits.warnings(), *self.monitor.idle_warning(status["pods"])]
-        if status["state"] in ("finished", "cancelled", "stopped"):
+        status["warnings"] = [*self.edits.warnings(), *self.monitor.warnings(status["pods"])]
+        if ended or status["state"] == "stopped":
             status["warnings"] += lost_journals(self.dir, self.ledger)
         if not ended:
             status["warnings"] += self.slurm_jobs.starving(status.get("training", {}), self._slurm_age_s)
-        if self.record.pools and status["state"] not in ("finished", "cancelled"):
+        if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)
         return status
 
@@ -231,7 +231,7 @@ class Run:
             self.local.stop()
         self.gather()
         recount(self.dir, self.monitor)
-        status = seen(self.monitor, self.slurm_jobs, self._trainers(), 0)
+        status = seen(self.monitor, self.slurm_jobs, self._trainers(), 0) | {"warnings": self.monitor.warnings([])}
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def gather(self, rebuild: bool = False) -> Path:

@@ -1,4 +1,5 @@
-"""What made rollouts fail: of each cause the first one, with its error and the log of the pod that it ran in."""
+"""What made rollouts fail: of each cause the first one, with its error and the log of the pod that it ran in; and tasks
+whose verifier never gave a reward."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from megaflow_hpc.rundir.events import EventReader, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
 from megaflow_hpc.rundir.pods.running import Place
+from megaflow_hpc.types import VERIFIED, without_round
 
 
 @dataclass
@@ -46,6 +48,27 @@ def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, P
         error = first.error or (_error(run.events, place.pod, first.id, first.t) if place else "")
         listed.append(Cause(kind, len(events), first.id, error, str(log or "")))
     return listed
+
+
+def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
+    """Returns a warning for each task whose verifier failed for every rollout that was verified.
+
+    Such rollouts have reward 0. If all of a task have, the verifier is more likely to blame than the agents.
+
+    Args:
+        rollouts: all that are stored.
+    """
+    found: dict[str, list[RolloutEvent]] = {}
+    for event in rollouts:
+        if event.status in VERIFIED:
+            task, _ = without_round(event.id.rsplit("/", 2)[0])
+            found.setdefault(task, []).append(event)
+    return [
+        f"task {task}: its verifier failed for all {len(events)} rollouts, which have reward 0; see that its solution "
+        f"gets 1 (megaflow-hpc tasks validate); the first: {events[0].id}: {events[0].error}"
+        for task, events in found.items()
+        if all(event.kind == "verifier" for event in events)
+    ]
 
 
 @functools.lru_cache(256)

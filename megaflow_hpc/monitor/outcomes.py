@@ -26,7 +26,7 @@ class Outcomes:
     """
 
     def __init__(self, listed: int | None = 0) -> None:
-        self._all = listed is None
+        self.lists_all = listed is None
         self._kept: dict[str, RolloutEvent] = {}
         """Those that ended badly; where all are listed, all."""
         self._latest: deque[RolloutEvent] = deque(maxlen=listed or 0)
@@ -43,7 +43,7 @@ class Outcomes:
     def apply(self, event: RolloutEvent) -> None:
         """Takes in one that is stored."""
         self._recent[int(event.t)] += 1
-        if event.status not in VERIFIED or self._all:
+        if event.status not in VERIFIED or self.lists_all:
             self._keep(event)
             return
         policy = policy_of(event.id)
@@ -89,7 +89,7 @@ class Outcomes:
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
         """Replaces what the events say of rollouts by what is stored of them."""
         known, self._kept = self._kept, {}
-        self._all, self._well = True, {}
+        self.lists_all, self._well = True, {}
         self._latest.clear()
         for rollout in stored:
             if before := known.get(rollout.id):

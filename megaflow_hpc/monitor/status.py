@@ -18,7 +18,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
 from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
-from megaflow_hpc.monitor.causes import causes
+from megaflow_hpc.monitor.causes import broken_verifiers, causes
 from megaflow_hpc.monitor.engines import servers
 from megaflow_hpc.monitor.outcomes import Outcomes
 from megaflow_hpc.monitor.pod_view import PodView
@@ -118,6 +118,11 @@ class Monitor:
                 self._processes[name] = process
             if (progress := progress_of(lease)) is not None:
                 yield name, progress
+
+    def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns :meth:`idle_warning` and, if all rollouts are listed, one for each verifier that always fails."""
+        found = self.idle_warning(pods)
+        return [*found, *broken_verifiers(self.rollouts.values())] if self._outcomes.lists_all else found
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a sentence on pods without work while others have more than they can run, if there are any.

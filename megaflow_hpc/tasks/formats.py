@@ -17,8 +17,11 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.mapping import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.checkout import Patch
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
+LARGEST = 3.4028234663852886e38
+"""Largest reward: rewards are stored as float32."""
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
 """A task's id: it names directories and columns. What follows an @ in the id of a rollout is the round."""
 
@@ -40,6 +43,8 @@ class VerificationContext:
     """Network of tests that may use one; ``None``: the network that the sandbox has."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
     """Starts the sandbox of a separate verifier, given its environment as a task."""
+    patch: Patch | None = None
+    """The difference that the agent made to the git checkout in the work directory, if there was a checkout."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,6 @@ class StepVerdict:
 
 class TaskFormat(Protocol):
     """One way to write tasks. Methods that take a sandbox run in a worker, ``claims`` to ``settle`` during planning."""
-
-    submits_a_patch: bool
-    """Whether :meth:`verify` judges a patch of the agent's, and so brings it along itself."""
 
     def claims(self, source: str, /) -> bool:
         """Whether a source of a campaign file is of this format."""
@@ -110,13 +112,15 @@ class TaskFormat(Protocol):
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
     ) -> Verdict:
-        """Judges what the agent left; its processes have ended.
+        """Judges what the agent left; its processes have ended. Called again if it failed by no fault of the tested
+        code (:func:`megaflow_hpc.tasks.steps.verify`).
 
         Args:
             stay: the sandbox is used further, and gets its own container back.
 
         Raises:
             SandboxError: a sandbox was lost. What tests do wrong is in the verdict's ``error``.
+            ModelServiceError: a judge that the task's own code asks is away.
             ConfigError: the task cannot be verified in this way.
         """
 
@@ -129,8 +133,6 @@ class TaskFormat(Protocol):
 
 class OneStep:
     """Defaults of formats whose tasks have one step, and one image that is used as it is."""
-
-    submits_a_patch = False
 
     def settle(self, tasks: Sequence[Task]) -> list[Task]:
         return list(tasks)
@@ -151,7 +153,7 @@ class OneStep:
         pass
 
     def may_continue(self, step: Task, verdict: Verdict) -> bool:
-        return not verdict.error
+        return True
 
     def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
         return verdicts[0].verdict

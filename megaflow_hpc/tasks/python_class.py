@@ -24,8 +24,10 @@
 class method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score``
 of a rollout are called on the same instance.
 
-The code runs in the worker, imported from the campaign file's directory or wherever the interpreter finds it. What it
-raises is the user's failure, named by file and line; a sandbox that is lost stays an infrastructure failure.
+The code runs in the worker, imported from the campaign file's directory or wherever the interpreter finds it. What
+``setup`` raises is the user's failure, named by file and line. What ``score`` raises is reward 0 with the error of the
+verifier: the agent may have caused it. A ``score`` that asks a judge raises
+:class:`~megaflow_hpc.errors.ModelServiceError` when the judge is away; it is then called again.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, UserCodeError
-from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.formats import LARGEST, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.user_code import call, code_of, guarded, origin
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
@@ -223,23 +225,28 @@ async def verify(task: Task, sandbox: ApptainerSandbox, *, fresh: bool = False) 
 
     Raises:
         UserCodeError: ``score`` raised, or gave something that is no reward.
-        SandboxError: the sandbox was lost.
+        SandboxError: the sandbox was lost; ``score`` can be called again.
+        ModelServiceError: ``score`` raised it; it can be called again.
     """
 
     def keep_workdir(paths: LayerPaths) -> None:
-        upperdir.keep_only(paths.upper, paths.upper.with_name("agent"), [task.workdir or "/"])
+        aside = paths.upper.with_name("agent")
+        if not aside.exists():  # else this was done before the first call
+            upperdir.keep_only(paths.upper, aside, [task.workdir or "/"])
 
     await sandbox.end_processes(keep_workdir if fresh else None)
     instance = _instance(task, sandbox)
+    del _instances[sandbox]
     try:
         found = await call(task, instance.score, sandbox, task.verifier_timeout_s)
-    finally:
-        _instances.pop(sandbox, None)
+    except (SandboxError, ModelServiceError):
+        _instances[sandbox] = instance
+        raise
     given = found if isinstance(found, Mapping) else {"reward": found}
     rewards: dict[str, float] = {}
     for name, value in given.items():
         number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not math.isfinite(number):
+        if not isinstance(name, str) or not abs(number) <= LARGEST:  # also of NaN
             raise UserCodeError(
                 f"{code_of(instance.score)}: score of task {task.id} gave {found!r:.80}; expected a finite number, or "
                 "such numbers by name"

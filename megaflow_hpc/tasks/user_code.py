@@ -17,7 +17,7 @@ from typing import Any
 
 from megaflow_hpc.environments.sandbox.files import READ_LIMIT
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.types import ExecResult, Task
 
 
@@ -25,8 +25,9 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
     """Calls one method of a task with its sandbox, in the event loop or in a thread, within its time.
 
     Raises:
-        UserCodeError: for whatever it raises, or when its time is over.
+        UserCodeError: for whatever else it raises, or when its time is over.
         SandboxError: the sandbox was lost.
+        ModelServiceError: it raised that itself.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -37,7 +38,7 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
             plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
             found = await _in_thread(lambda: method(plain), task.id)
             return await found if inspect.isawaitable(found) else found
-    except SandboxError:
+    except (SandboxError, ModelServiceError):
         raise
     except (Exception, SystemExit) as error:
         if limit.expired():

@@ -64,7 +64,7 @@ class Upstream:
 
 @asynccontextmanager
 async def serving(upstream: Upstream, protocol: str = "plain", **more: Any) -> AsyncIterator[ModelGateway]:
-    async with upstream, ModelGateway(wait_s=60, **more) as gateway:
+    async with upstream, ModelGateway(**{"wait_s": 60, **more}) as gateway:
         gateway.update_endpoints([upstream.record(protocol)])
         yield gateway
 
@@ -321,15 +321,67 @@ async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other
         assert len((await gateway.close("u/p/0")).turns) == benign
 
 
+class Broken(Upstream):
+    """Fails at everything."""
+
+    async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
+        return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+
+
 @in_loop
 async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "PAUSE_S", 0.02)
-    async with serving(upstream := Reluctant()) as gateway:
+    async with serving(upstream := Broken()) as gateway:
         model = await gateway.open("t/p/0", "p")
-        status, reply = await call(model, "/chat/completions", {"messages": [{"role": "user", "content": "worse"}]})
+        status, reply = await call(model, "/chat/completions", GOOD["/chat/completions"])
         assert (status, reply["error"]["type"]) == (503, "model_service_error")
-        assert "EngineGenerateError" in gateway.call_failure("t/p/0")
-        assert len(upstream.bodies) == 6
+        asked = [body for body in upstream.bodies if body["messages"] == GOOD["/chat/completions"]["messages"]]
+        assert len(asked) == failover.DOUBTS
+        assert len(upstream.bodies) == failover.DOUBTS + 4, "a control follows each failure from the third on"
+        assert "EngineDeadError" in await gateway.outage("t/p/0")
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+@in_loop
+async def test_a_request_at_which_an_engine_fails_is_no_outage_though_nobody_else_asks(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the agent waits for the refusal, or leaves and ends while the call is repeated."""
+    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    body = {"prompt": "worse"} if path == "/completions" else {"messages": [{"role": "user", "content": "worse"}]}
+    async with serving(Reluctant()) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, path, body)
+        assert (status, "EngineGenerateError" in reply["error"]["message"]) == (400, True)
+        assert await gateway.outage("t/p/0") == ""
+        monkeypatch.setattr(failover, "PAUSE_S", 60.0)
+        model = await gateway.open("u/p/0", "p")
+        waiting = asyncio.create_task(call(model, path, body))
+        while not gateway.call_failure("u/p/0"):
+            await asyncio.sleep(0.01)
+        assert await gateway.outage("u/p/0") == ""
+        assert (await waiting)[0] == 503  # it was given up, so as not to keep the control waiting
+
+
+class Dropping(Reluctant):
+    """Closes the connection, without an answer, at what says one word."""
+
+    async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
+        if "drop" in json.dumps(body):
+            assert request.transport is not None
+            request.transport.abort()
+        return await super().answer(body, request, handler)
+
+
+@in_loop
+async def test_a_request_at_which_a_server_breaks_the_connection_is_refused_if_it_answers_another() -> None:
+    async with serving(Dropping(), wait_s=1.0) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, _ = await call(model, "/chat/completions", {"messages": [{"role": "user", "content": "drop"}]})
+        assert status == 400
+        assert await gateway.outage("t/p/0") == ""
+        status, _ = await call(await gateway.open("u/p/0", "p"), "/chat/completions", GOOD["/chat/completions"])
+        assert status == 200
 
 
 class Wordless(Upstream):
@@ -366,9 +418,9 @@ async def test_an_answer_that_cannot_be_recorded_is_refused_at_once_and_no_serve
         status, reply = await call(model, path, GOOD[path])
         assert status == 400
         assert "no token ids or log-probabilities" in reply["error"]["message"]
-        assert "no token ids or log-probabilities" in gateway.call_failure("t/p/0")
+        assert "no token ids or log-probabilities" in await gateway.outage("t/p/0")
         assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
-    assert len(upstream.bodies) == 1
+    assert len(upstream.bodies) == 2  # the control's answer is as bad
 
 
 # --- whatever an agent sends --------------------------------------------------------------------------------

@@ -1,39 +1,37 @@
 """An agent, or its code that a test runs, that would rather have no verdict than a bad one.
 
 Each rollout goes through the real steps. The task's honest verdict is 0: nobody writes the answer. A verdict that is
-missing must be the verifier's error; a failure of the infrastructure or of "user" code would be tried again or excused.
+missing is 0 as well, with the verifier's error; a failed rollout would be tried again, and leave its group.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import re
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
+from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.wire import unpack
-from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.pod.rollout.rollout import run_attempt
-from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.rewards import MOST_LOGS, read_logs, read_rewards
-from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.maintenance.validate import validate
+from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import Rollout
+from megaflow_hpc.types import Task
 from tests.support.archives import hostile
+from tests.support.dodges import CODE
 from tests.support.harbor_tasks import write_files
+from tests.support.rollouts import attempts
 from tests.support.samples import trajectory
-from tests.support.waiting import some_at_a_time
 
 TOML = """\
 version = "1.0"
@@ -111,18 +109,6 @@ def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajecto
     def run(
         agents: dict[str, str], toml: str = TOML, second: str = "", verification: str = "shared"
     ) -> dict[str, Trajectory]:
-        config = CampaignConfig.model_validate(
-            {
-                "name": "verdicts",
-                "tasks": str(tmp_path),
-                "agent": "oracle",
-                "environment": {
-                    "network": "none",
-                    "limits": {"cpu_s": 5, "memory_mb": 1000},
-                    "verification": verification,
-                },
-            }
-        )
         tasks = {}
         for number, (name, script) in enumerate(agents.items()):
             files = {"task.toml": toml, "instruction.md": name, "tests/test.sh": TEST, "solution/solve.sh": script}
@@ -136,26 +122,8 @@ def verdicts(base_sif: Path, tmp_path: Path) -> Callable[..., dict[str, Trajecto
                 (place / "solution" / "evil.tar").write_bytes(hostile().get(name.partition(": ")[2], b""))
             tasks[name] = read_harbor_task(path)
 
-        async def main() -> dict[str, Trajectory]:
-            async with ApptainerProvider(tmp_path / "scratch") as provider:
-                policies = {"default": Policy(agent=AgentConfig(name="oracle"))}
-                services = Services(config, policies, {"base": str(base_sif)}, provider, ModelGateway())
-
-                async def one(number: int, name: str) -> Trajectory:
-                    rollout = Rollout(tasks[name].id, "default", 0, "oracle")
-                    return (await run_attempt(services, rollout, tasks[name], 0)).trajectory
-
-                running = [one(number, name) for number, name in enumerate(tasks)]
-                return dict(zip(tasks, await asyncio.gather(*some_at_a_time(3, running)), strict=True))
-
-        found = asyncio.run(main())
-        assert os.listdir(tmp_path / "scratch" / "owners") == []
-        remove_tree(tmp_path / "scratch")
-        with TrajectoryWriter(tmp_path / "trajectories.h5", "verdicts") as writer:
-            for ended in found.values():
-                writer.append(Trajectory.from_record(unpack(Outcome.of(ended).record)))
-        assert validate(tmp_path / "trajectories.h5") == []
-        return found
+        environment = {"limits": {"cpu_s": 5, "memory_mb": 1000}, "verification": verification}
+        return attempts(tasks, {"base": str(base_sif)}, environment, tmp_path)
 
     return run
 
@@ -223,7 +191,9 @@ def test_artifacts_that_a_verifier_of_its_own_cannot_take_are_left_out(
 
 
 @pytest.mark.slow
-def test_a_reward_that_is_none_is_an_error_of_the_verifier(verdicts: Callable[..., dict[str, Trajectory]]) -> None:
+def test_a_reward_that_is_none_is_zero_and_an_error_of_the_verifier(
+    verdicts: Callable[..., dict[str, Trajectory]],
+) -> None:
     agents = {
         name: f"cat >run.sh <<'EOF'\n#!/bin/sh\n{script}\nEOF\nchmod 755 run.sh"
         for name, (script, _) in REWARDS.items()
@@ -232,8 +202,8 @@ def test_a_reward_that_is_none_is_an_error_of_the_verifier(verdicts: Callable[..
     for name, (_, said) in REWARDS.items():
         ended = found[name]
         if said:
-            assert (ended.status, ended.error_kind) == ("failed", "verifier"), (name, ended.error)
-            assert (ended.reward, ended.rewards) == (None, {}), name
+            assert (ended.status, ended.error_kind) == ("completed", "verifier"), (name, ended.error)
+            assert (ended.reward, ended.rewards) == (0.0, {"reward": 0.0}), name
             assert re.search(said, ended.error), (name, ended.error)
             assert len(ended.error) < 500, name
         else:
@@ -290,3 +260,107 @@ def test_messages_that_cannot_be_kept_do_not_cost_the_verdict() -> None:
     assert (outcome.status, outcome.reward) == ("completed", 0.0)
     assert "messages cannot be kept" in outcome.error
     assert Trajectory.from_record(unpack(outcome.record)).messages == []
+
+
+# --- the code that is tested ----------------------------------------------------------------------------------------
+
+PROOF = 'import sys; sys.path[:0] = ["/app", "/testbed"]\nimport sol\nassert sol.answer() == 42\nprint("right")\n'
+HURRIED = TOML.replace("timeout_sec = 100", "timeout_sec = 3")
+HURRIED_APART = APART.replace("timeout_sec = 100", "timeout_sec = 3").replace("/app/more", "/app/sol.py")
+IMPORTS = """\
+python3 /tests/proof.py
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+"""The usual form: the tests import the agent's code, then the script writes the reward."""
+OF_A_CLASS = """\
+class Imports:
+    image = "base"
+    workdir = "/app"
+    score_timeout_s = 6
+    instruction = "Answer 42."
+
+    def __init__(self, code):
+        self.code = code
+
+    @classmethod
+    def instances(cls):
+        return {instances}
+
+    async def solve(self, sandbox):
+        await sandbox.exec("cat >sol.py", user_input=self.code)
+
+    async def score(self, sandbox):
+        return (await sandbox.exec(["python3", "-c", {proof!r}], timeout_s=3)).stdout == "right\\n"
+"""
+
+
+def harbor_tasks(place: Path, codes: dict[str, str], toml: str) -> dict[str, Task]:
+    found = {}
+    for number, (name, code) in enumerate(codes.items()):
+        solution = {"solution/sol.py": code, "solution/solve.sh": "cp /solution/sol.py /app/sol.py\n"}
+        tests = {"tests/test.sh": IMPORTS, "tests/proof.py": PROOF}
+        files = {"task.toml": toml, "instruction.md": name, **solution, **tests}
+        found[name] = read_harbor_task(write_files(place / f"code{number}", files))
+    return found
+
+
+def swebench_tasks(place: Path, codes: dict[str, str]) -> dict[str, Task]:
+    lines = []
+    for number, code in enumerate(codes.values()):
+        new = "".join(f"+{line}\n" for line in code.split("\n"))
+        patch = "diff --git a/sol.py b/sol.py\nnew file mode 100644\n--- /dev/null\n+++ b/sol.py\n"
+        patch += f"@@ -0,0 +1,{code.count(chr(10)) + 1} @@\n{new}"
+        command = "python3 /testbed/proof.py && echo PASSED check || echo FAILED check"
+        line = {"instance_id": f"org__lib-{number:02}", "repo": "org/lib", "problem_statement": "x"}
+        line |= {"image_name": "base", "patch": patch, "FAIL_TO_PASS": ["check"], "test_cmd": command}
+        lines.append(json.dumps(line | {"log_parser": "pytest"}))
+    (place / "lib.jsonl").write_text("\n".join(lines))
+    tasks = load_tasks(["lib.jsonl"], place)
+    return dict(zip(codes, [replace(task, verifier_timeout_s=3) for task in tasks], strict=True))
+
+
+def python_tasks(place: Path, codes: dict[str, str]) -> dict[str, Task]:
+    module = re.sub(r"\W", "_", f"codes_{place.name}")
+    instances = {f"code{number:02}": {"code": code} for number, code in enumerate(codes.values())}
+    (place / f"{module}.py").write_text(OF_A_CLASS.format(instances=instances, proof=PROOF))
+    return dict(zip(codes, load_tasks([f"{module}:Imports"], place), strict=True))  # sorted by id
+
+
+@pytest.fixture(scope="module")
+def checkout_image(rootfs: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The base image with a git checkout at /testbed whose proof imports what an agent adds."""
+    image = tmp_path_factory.mktemp("checkout") / "image"
+    subprocess.run(["cp", "-al", rootfs, str(image)], check=True)
+    (image / "testbed").mkdir()
+    (image / "testbed" / "proof.py").write_text(PROOF)
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "start"]):
+        subprocess.run([*git, *words], cwd=image / "testbed", check=True)
+    yield image
+    remove_tree(image)
+
+
+FORMATS = {
+    "harbor-shared": lambda place, codes: harbor_tasks(place, codes, HURRIED),
+    "harbor-fresh": lambda place, codes: harbor_tasks(place, codes, HURRIED),
+    "harbor-separate": lambda place, codes: harbor_tasks(place, codes, HURRIED_APART),
+    "swebench": swebench_tasks,
+    "python": python_tasks,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_whatever_the_tested_code_does_there_is_a_verdict(form: str, checkout_image: Path, tmp_path: Path) -> None:
+    """0 for all of it, 0 for an honest wrong answer and 1 for the right one."""
+    honest = {"is right": "def answer(): return 42", "is wrong": "def answer(): return 41"}
+    tasks = FORMATS[form](tmp_path, {**honest, **CODE})
+    limits = {"cpu_s": 5, "memory_mb": 400, "disk_mb": 100, "processes": 100}
+    environment = {"limits": limits, "verification": "fresh" if form == "harbor-fresh" else "shared"}
+    found = attempts(tasks, {"base": str(checkout_image)}, environment, tmp_path)
+    told = {name: (t.status, t.error_kind, t.reward, t.error) for name, t in found.items()}
+    print(form, *(f"{name}: {one}" for name, one in told.items()), sep="\n  ")
+    assert {name: one[2] for name, one in told.items()} == {**dict.fromkeys(told, 0.0), "is right": 1.0}
+    assert {one[0] for one in told.values()} == {"completed"}
+    assert {one[1] for one in told.values()} <= {"", "verifier"}
+    assert told["is wrong"][1] == told["is right"][1] == ""

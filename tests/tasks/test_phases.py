@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +63,19 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
     assert combine(task, [one, two]).rewards == {"reward": 0.5, "extra": 1.5}
     final = msgspec.structs.replace(HarborData.of(task), reward_strategy="final").put(task)
     assert combine(final, [one, two]).rewards == {"reward": 0.0, "extra": 3.0}
-    broken = StepVerdict("second", Verdict(error="no reward"))
+    broken = StepVerdict("second", Verdict(0.0, {"reward": 0.0}, error="no reward"))
     assert combine(task, [one, broken]).error == "step second: no reward"
-    assert combine(task, [one, broken]).reward is None
+    assert combine(task, [one, broken]).reward == 0.5
+    assert combine(final, [one, broken]).reward == 0.0
+    unnamed = StepVerdict("first", broken.verdict)  # it failed before a verifier had named the task's rewards
+    assert combine(task, [unnamed, StepVerdict("second", Verdict(1.0, {"solved": 1.0}))]).rewards == {"solved": 0.5}
+    assert combine(task, [unnamed, broken]).reward == 0.0
     steps = steps_of(task)
     assert may_continue(steps[0], one.verdict)
     assert not may_continue(steps[0], two.verdict)
     assert not may_continue(steps[1], one.verdict)  # it names no `extra`
+    assert not may_continue(steps[0], broken.verdict)
+    assert may_continue(steps[1], broken.verdict)  # as one that gave 0 to both
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def verdict_of(task: Task, agent: str, images: dict[str, str], scratch: Path, **
                 await sandbox.exec(agent, timeout_s=600)
 
                 async def start(other: Task) -> Sandbox:
-                    assert not os.path.exists(sandbox.directory), "a rollout holds no second place beside its own"
+                    assert sandbox.pid is None, "of the agent's sandbox only the files are left"
                     return await provider.start(spec(other))
 
                 return await verify(task, sandbox, VerificationContext(start=start, **context))

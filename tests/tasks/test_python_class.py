@@ -15,7 +15,7 @@ import pytest
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.errors import ConfigError, UserCodeError
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.python_class import solve
@@ -99,6 +99,28 @@ class Told(Base):
     def score(self, sandbox):
         read = sandbox.read("answer")
         return {"read": read == b"3\\n", "told": sandbox.exec("cat answer").stdout == "3\\n"}
+
+class Judged(Base):
+    calls = 0
+
+    def score(self, sandbox):
+        from megaflow_hpc.errors import ModelServiceError
+        self.calls += 1
+        if self.calls < 3:
+            raise ModelServiceError("the judge is away")
+        return self.calls
+
+class Large(Base):
+    def score(self, sandbox):
+        return {"reward": -0.0, "size": 1e39}
+
+class Zero(Base):
+    def score(self, sandbox):
+        return -0.0
+
+class Fetching(Base):
+    def score(self, sandbox):
+        sandbox.download("/app/answer", "/tmp/no-such-answer")
 """
 
 
@@ -179,14 +201,29 @@ def test_verification_fresh_leaves_a_score_nothing_of_the_agents_but_its_work_di
         ("Leaving", r"{file}:6\d: score of task Leaving raised SystemExit\(3\)"),
         ("LeavingThread", r"{file}:7\d: score of task LeavingThread raised SystemExit\(3\)"),
         ("Wrong", r"{file}:5\d: score of task Wrong gave 'good'; expected a finite number"),
+        ("Large", r"{file}:8\d: score of task Large gave .* expected a finite number"),
+        ("Fetching", r"/app/answer: nothing to download"),
     ],
 )
 def test_what_user_code_does_wrong_is_named_by_file_and_line(
     tmp_path: Path, module: str, name: str, said: str, scratch: Path, rootfs: str
 ) -> None:
     (task,) = load_tasks([f"{module}:{name}"], tmp_path)
-    with pytest.raises(UserCodeError, match=said.format(file=re.escape(str(tmp_path / f"{module}.py")))):
-        run(scratch, rootfs, task, idle)
+    verdict = run(scratch, rootfs, task, idle)
+    assert (verdict.reward, verdict.rewards) == (0.0, {"reward": 0.0})
+    assert re.search(said.format(file=re.escape(str(tmp_path / f"{module}.py"))), verdict.error), verdict.error
+
+
+def test_a_judge_that_is_away_is_asked_again_and_the_same_instance_scores(
+    tmp_path: Path, module: str, scratch: Path, rootfs: str
+) -> None:
+    (task,) = load_tasks([f"{module}:Judged"], tmp_path)
+    assert run(scratch, rootfs, task, idle).rewards == {"reward": 3.0}
+
+
+def test_a_negative_zero_is_zero(tmp_path: Path, module: str, scratch: Path, rootfs: str) -> None:
+    (task,) = load_tasks([f"{module}:Zero"], tmp_path)
+    assert str(run(scratch, rootfs, task, idle).reward) == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -238,11 +275,16 @@ def test_a_campaign_runs_both_kinds_and_stores_whose_fault_a_failure_is(
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
-    assert result["failures"] == {"user": 2}
+    assert result["failures"] == {"user": 1}
+    (warning,) = result["warnings"]
+    assert "task Broken: its verifier failed for all 1 rollouts, which have reward 0" in warning
     with open_trajectories(result["run"]) as store:
         rows = [store[index] for index in range(len(store))]
         rewards = {row.id: row.reward for row in rows if row.status == "completed"}
+        kinds = {row.id: row.error_kind for row in rows}
         errors = {row.id: row.error for row in rows}
+    assert rewards.pop("Broken/nop/0") == 0
+    assert kinds["Broken/nop/0"] == "verifier"
     assert rewards == {"org__lib-1/oracle/0": 1, "org__lib-1/nop/0": 0, "Plain/oracle/0": 1, "Plain/nop/0": 0}
     assert f"{module}.py:46: score of task Broken raised ValueError" in errors["Broken/nop/0"]
     assert "has no 'solve(self, sandbox)'" in errors["Broken/oracle/0"]

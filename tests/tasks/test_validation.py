@@ -59,8 +59,9 @@ def test_a_limit_of_processor_time_holds_for_both(limited_by: str, rootfs: str, 
         task = replace(task, limits=Limits(cpu_s=2.0))
     environment = {"limits": {"cpu_s": 2.0}} if limited_by == "campaign" else {}
     trajectory, found = judged(task, {"base": rootfs}, environment, tmp_path / "scratch")
-    assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("failed", "verifier", None)
-    assert (found.after.reward, found.after.error) == (None, trajectory.error)
+    assert (trajectory.status, trajectory.error_kind, trajectory.reward) == ("completed", "verifier", 0.0)
+    assert (found.after.reward, found.after.error) == (0.0, trajectory.error)
+    assert found.problems[-1] == f"with the solution: {trajectory.error}"
     assert "cpu time limit: 2 of 2 s" in found.after.output
 
 
@@ -75,6 +76,6 @@ def test_tasks_validate_takes_limits_and_images_from_a_campaign(
     campaign.write_text(json.dumps({"name": "x", "tasks": "tasks/*", "agent": "oracle", "environment": environment}))
     assert main(["tasks", "validate", str(tmp_path / "tasks"), "--campaign", str(campaign), "--json"]) == 1
     (evidence,) = json.loads(capsys.readouterr().out)["tasks"]
-    assert (evidence["reward_after"], evidence["valid"]) == (None, False)
-    assert any("reward.txt" in problem for problem in evidence["problems"])
+    assert (evidence["reward_after"], evidence["valid"]) == (0.0, False)
+    assert any("cpu time limit" in problem for problem in evidence["problems"])
     remove_tree(tmp_path / "scratch")

@@ -11,7 +11,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.rewards import parse_rewards
+from megaflow_hpc.tasks.harbor.rewards import parse_rewards, read_rewards
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
 from tests.support.harbor_tasks import resolve_images, write_task
@@ -60,14 +60,14 @@ def test_named_rewards_and_a_failing_script(judge: Judge) -> None:
 
 def test_a_verifier_without_a_reward_is_an_error(judge: Judge) -> None:
     verdict = judge("exit 7")
-    assert verdict.reward is None
+    assert verdict.reward == 0.0
     assert "no reward" in verdict.error
     assert "ended with 7" in verdict.error
 
 
 def test_a_test_that_hangs_is_ended_and_reported(judge: Judge) -> None:
     verdict = judge("echo 1 > /logs/verifier/reward.txt; sleep 100000 & sleep 100000", toml=HURRIED)
-    assert (verdict.reward, verdict.error) == (None, "tests/test.sh ran longer than its 2 s")
+    assert (verdict.reward, verdict.error) == (0.0, "tests/test.sh ran longer than its 2 s")
 
 
 def test_an_endless_printer_is_bounded(judge: Judge) -> None:
@@ -91,6 +91,18 @@ def test_an_endless_printer_is_bounded(judge: Judge) -> None:
 def test_garbled_rewards_are_named(name: str, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_rewards(name, text)
+
+
+def test_two_reward_files_count_if_they_agree(tmp_path: Path) -> None:
+    (tmp_path / "reward.json").write_text('{"style": 0.5, "reward": 1}')
+    (tmp_path / "reward.txt").write_text("1.0\n")
+    assert read_rewards(tmp_path) == {"style": 0.5, "reward": 1.0}
+    (tmp_path / "reward.txt").write_text("0")
+    with pytest.raises(ValueError, match=r"reward\.json says 1 and reward\.txt 0"):
+        read_rewards(tmp_path)
+    (tmp_path / "reward.txt").write_text("")
+    with pytest.raises(ValueError, match=r"reward\.txt is empty"):
+        read_rewards(tmp_path)
 
 
 def test_rewards_may_be_bare_numbers() -> None:

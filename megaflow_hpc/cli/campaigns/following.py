@@ -19,6 +19,7 @@ from megaflow_hpc.cli.output import (
 from megaflow_hpc.cli.progress import Progress, under_way
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.errors import MegaflowError, SiteError
+from megaflow_hpc.texts import in_one_line
 
 
 def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[], bool]) -> int:
@@ -79,7 +80,7 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
             if server["state"] == "failed":
                 log = f"\n  log: {server['log']}" if server.get("log") else ""
                 say(f"server {server['server']}: {server.get('cause', 'failed')}{log}")
-        for line in [*training_lines(result), *unstarted_lines(result)]:
+        for line in [*training_lines(result), *unstarted_lines(result), *map(in_one_line, result["warnings"])]:
             say(line)
         if missing:
             say(

@@ -23,7 +23,7 @@ from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.templates import Templates, way
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants, exiting
@@ -163,13 +163,20 @@ class Bundle:
 
     async def start_again(self, spec: SandboxSpec, watch: Watch) -> Container:
         """Starts a container; if none starts on what was left of the layer, takes what one needs from the image
-        again."""
+        again.
+
+        Raises:
+            LostError: none starts even so.
+        """
         try:
             return await self.start(spec, watch)
         except SandboxError:
             await self.drop(watch)
-            await self.layer.change(lambda paths: upperdir.mend(paths.upper, paths.image, spec.workdir))
-            return await self.start(spec, watch)
+            try:
+                await self.layer.change(lambda paths: upperdir.mend(paths.upper, paths.image, spec.workdir))
+                return await self.start(spec, watch)
+            except (SandboxError, OSError) as error:
+                raise LostError(str(error)) from error
 
     async def drop(self, watch: Watch) -> None:
         """Ends the container with all its processes; the layer stays."""

@@ -143,8 +143,9 @@ class SandboxFiles(ABC):
             budget: what may be written, counted down; default :meth:`download_budget`.
 
         Raises:
-            SandboxError: there is nothing at ``source``, it is larger than ``budget``, or what the sandbox's programs
+            SetupError: there is nothing at ``source``, it is larger than ``budget``, or what the sandbox's programs
                 sent is not to be unpacked. Part of it may stand at ``target`` then.
+            SandboxError: the sandbox was lost, or ``target`` cannot be written.
         """
 
         async def fetch(command: str, on_output: Callable[[bytes], bool]) -> ExecResult:
@@ -226,7 +227,8 @@ async def _download(fetch: Fetch, source: str, target: str, scratch: str, budget
         budget: what may be written to the host, counted down.
 
     Raises:
-        SandboxError: there is nothing at ``source``, or what was sent is too much or broken.
+        SetupError: there is nothing at ``source``, or what was sent is too much or broken.
+        SandboxError: ``target`` cannot be written.
     """
     quoted = shlex.quote(source)
     script = (
@@ -246,11 +248,11 @@ async def _download(fetch: Fetch, source: str, target: str, scratch: str, budget
             await _in_thread(lambda: _receive(file, done, source, target, budget))
     except Refused as error:
         if str(error).startswith("more "):
-            raise SandboxError(
+            raise SetupError(
                 f"{source}: {error}: at most {allowed // 10**6} MB come out of this sandbox (its disk_mb, and never "
                 f"more than {DOWNLOAD_LIMIT // 10**6}) in {DOWNLOAD_FILES} files; download less"
             ) from error
-        raise SandboxError(f"{source}: what the sandbox sent is refused: {error}") from error
+        raise SetupError(f"{source}: what the sandbox sent is refused: {error}") from error
     except OSError as error:
         raise SandboxError(f"{source}: cannot be written to {target} ({error})") from error
 
@@ -290,7 +292,7 @@ def _receive(file: IO[bytes], done: ExecResult, source: str, target: str, budget
     elif done.exit_code or kind:
         raise Refused(f"its programs ended with {done.exit_code}{said}")
     else:
-        raise SandboxError(f"{source}: nothing to download: no such file or directory in the sandbox")
+        raise SetupError(f"{source}: nothing to download: no such file or directory in the sandbox")
 
 
 async def _in_thread(work: Callable[[], None]) -> None:

@@ -159,9 +159,8 @@ class ApptainerSandbox(SandboxFiles):
             await self._start_again()
 
     async def _end(self, change: Callable[[LayerPaths], None] | None) -> None:
-        if (container := self._container()) is not None:
-            await container.check()
-        await self._bundle.drop(self._watch)
+        self._check_not_stopped()
+        await self._bundle.drop(self._watch)  # however it ended: nothing of the container is needed any more
         if change is not None:
             await self._bundle.layer.change(change)
         self._renew()
@@ -172,13 +171,12 @@ class ApptainerSandbox(SandboxFiles):
         return await self._bundle.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
-        """Takes the sandbox back to the image and the spec as they were: every process gone, the writable layer
-        emptied.
+        """Takes the sandbox back to image and spec as they were: every process gone, the writable layer emptied.
 
         With mode ``persistent`` a container that stands by takes over, and the old one goes in the background.
         """
         async with self._changing:
-            self._container()
+            self._check_not_stopped()
             self._at_rest = False
             self.spec, self.workdir = self._first_spec, self._first_spec.workdir or "/"
             if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
@@ -270,9 +268,12 @@ class ApptainerSandbox(SandboxFiles):
             await self._bundle.drop(self._watch)
             return await self._start_again()
 
-    def _container(self) -> Container | None:
+    def _check_not_stopped(self) -> None:
         if self._stopped:
             raise SandboxError("the sandbox is stopped")
+
+    def _container(self) -> Container | None:
+        self._check_not_stopped()
         if self._bundle.container is None and not self._at_rest:
             raise SandboxError("the sandbox has no container: its last start failed")
         return self._bundle.container
@@ -320,8 +321,7 @@ class ApptainerSandbox(SandboxFiles):
         return result
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a listening socket on 127.0.0.1:``port`` (0: a free one) as seen inside; the caller serves and closes
-        it.
+        """Returns a listening socket on 127.0.0.1:``port`` inside (0: a free one), which the caller serves and closes.
 
         For network ``gateway``: what the caller serves is all that can be reached. Until the next
         ``kill_processes`` or ``reset``, which bring a new network namespace.

@@ -158,7 +158,8 @@ class Calls:
             rollout.waiting.discard(task)
         if rollout.ended:
             raise CallError(401, "the rollout has ended", "authentication_error")
-        rollout.servers[policy], rollout.failure = server.name, ""
+        rollout.servers[policy] = server.name
+        rollout.failed("")
         for number, sample in enumerate(answer.samples):
             sample.policy = policy
             times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
@@ -187,9 +188,9 @@ class Calls:
         try:
             sample = self._replays[policy].answer(rollout.token, rollout.id, known)
         except ModelServiceError as error:
-            rollout.failure = str(error)
+            rollout.failed(str(error))
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
-        rollout.failure = ""
+        rollout.failed("")
         sample = replace(sample, policy=policy)
         if sample.tokens or sample.prompt:
             rollout.recorder.add(sample, conversation, known)

@@ -5,29 +5,40 @@ answers 5xx or garbage is repeated, at another server if there is one.
 
 A server that failed rests, and all calls keep from it meanwhile. Not so one that gave a whole answer which is none
 (:class:`~megaflow_hpc.model.gateway.engine_call.Doubtful`): an agent may have found a request at which an engine fails.
-Such a call is made at each other server; then it alone pauses and is repeated. Where a server fails at it three times
-and answers other calls in between, the request is at fault, and the agent is told so.
+Such a call is made at each other server; then it alone pauses and is repeated.
+
+A call that fails for good is followed by a *control*: a short request of the gateway's own. If a server answers that,
+the request was at fault, and the agent is told so. If none does, the service is away, and the rollout is tried again.
+So no request that an agent makes up can take the verdict from its rollout.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.api import CHAT
 from megaflow_hpc.model.gateway.connection import Connections, Place
 from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Unavailable
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
+from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Router, Server
 
 T = TypeVar("T")
 PAUSE_S = 0.5
 """Seconds before a doubtful call is repeated, doubled each time."""
 DOUBTS, PROOFS = 6, 3
-"""Doubtful answers after which a call fails: in all, and of one server that answered other calls in between."""
+"""Doubtful answers after which a call fails: in all, and of one server that answers the control."""
+CONTROL_S = 30.0
+"""Seconds that a control may take."""
+CONTROLLED = 4
+"""Servers that are asked at once in a control, the least busy ones."""
 Ask = Callable[[Call], Awaitable[T]]
 Called = tuple[T, Server, float, float]
 """Answer, the server that gave it, its seconds there, and the seconds of waiting and failed tries before."""
@@ -99,7 +110,7 @@ class Caller:
             async with self.limits.turn():
                 return await self._try(rollout, policy, at, ask, arrived)
         except ModelServiceError as error:
-            rollout.failure = str(error)
+            rollout.failed(str(error))
             raise
 
     async def _try(
@@ -107,15 +118,18 @@ class Caller:
     ) -> Called[T]:
         deadline = time.monotonic() + self.wait_s  # a turn that was awaited is not the servers' fault
         cause, router, previous, group = "", self.router, rollout.servers.get(policy, ""), rollout.group
-        doubts = Doubts()
+        doubts = Counter[str]()
+        control, controlled = partial(self._control, policy, at, ask), False
         while True:
-            server = router.pick(policy, previous, group, doubts.servers)
+            server = router.pick(policy, previous, group, doubts)
             if server is None:
-                # Should the agent's time run out here, it is not its fault.
-                rollout.failure = cause or router.describe(policy)
+                # Should the agent's time run out here, it may not be its fault.
+                rollout.failed(cause or router.describe(policy), control)
                 try:
                     server = await router.acquire(policy, deadline, previous, group)
                 except ModelServiceError as error:
+                    if not controlled and (controlled := await control()):
+                        continue
                     raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
             server.outstanding += 1
             began = time.monotonic()
@@ -124,7 +138,11 @@ class Caller:
             except Unavailable as error:
                 server.failed(began, time.monotonic(), error.wait_s)
                 cause = str(error)
-                if time.monotonic() >= deadline:
+                rollout.failed(cause, control)
+                if controlled:
+                    rollout.failed("")
+                    raise Refused(400, cause.encode()) from error
+                if time.monotonic() >= deadline and not (controlled := await control()):
                     raise ModelServiceError(f"policy {policy!r}: {cause}") from error
                 await asyncio.sleep(0)  # a server that fails at once must not hold the loop
                 continue
@@ -141,33 +159,43 @@ class Caller:
             finally:
                 server.outstanding -= 1
             cause, now = str(doubt), time.monotonic()
-            rollout.failure = cause
-            doubts.add(server, now)
-            if any(s.available(now) and s.name not in doubts.servers for s in router.servers(policy)):
+            rollout.failed(cause, control)
+            doubts[server.name] += 1
+            if any(s.available(now) and s.name not in doubts for s in router.servers(policy)):
                 continue
-            if not doubt.again or doubts.proven(server):
-                # An answer without ids is no deed of the agent.
-                rollout.failure = "" if doubt.again or doubt.by_request else cause
-                raise Refused(400, cause.encode()) from doubt
-            if doubts.total >= DOUBTS or now >= deadline:
+            if not doubt.again or doubts[server.name] >= PROOFS:
+                by_request = doubt.by_request or await control()
+                rollout.failed("" if by_request else cause)
+                if by_request or not doubt.again:
+                    raise Refused(400, cause.encode()) from doubt
+            if doubts.total() >= DOUBTS or now >= deadline:
                 raise ModelServiceError(f"policy {policy!r}: {cause}") from doubt
-            await asyncio.sleep(PAUSE_S * 2 ** (doubts.total - 1))
+            await asyncio.sleep(PAUSE_S * 2 ** (doubts.total() - 1))
 
+    async def _control(self, policy: str, at: Callable[[Server], Call], ask: Ask[Any]) -> bool:
+        """Whether a server answers a request of the gateway's own, asked in the same way as a call that failed."""
 
-class Doubts:
-    """The doubtful answers to one call."""
+        async def answers(server: Server) -> bool:
+            call = at(server)
+            question = {"messages": [{"role": "user", "content": "."}]} if call.path == CHAT else {"prompt": "."}
+            body = {"model": server.model_name, "max_tokens": 1, **question}
+            own = call._replace(body=body, timeout_s=CONTROL_S, recorder=Recorder(policy=policy), size=0, place=None)
+            try:
+                await ask(own)
+            except Refused:
+                pass  # it looked at the request
+            except (Unavailable, Doubtful):
+                return False
+            server.succeeded()
+            return True
 
-    def __init__(self) -> None:
-        self.total = 0
-        self.servers: dict[str, tuple[int, float]] = {}
-        """Server → number of those between which it answered other calls, and the time of the latest."""
-
-    def add(self, server: Server, now: float) -> None:
-        """Notes one."""
-        count, last = self.servers.get(server.name, (0, 0.0))
-        self.total += 1
-        self.servers[server.name] = count + (not count or server.answered_at > last), now
-
-    def proven(self, server: Server) -> bool:
-        """Returns whether the request is at fault."""
-        return self.servers[server.name][0] >= PROOFS
+        servers = sorted(self.router.servers(policy), key=lambda server: server.busy)[:CONTROLLED]
+        asked = [asyncio.ensure_future(answers(server)) for server in servers]
+        try:
+            for answered in asyncio.as_completed(asked):
+                if await answered:
+                    return True
+            return False
+        finally:
+            for one in asked:
+                one.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ class OpenRollout:
     """Policy → name of the server that answered last."""
     failure: str = ""
     """Why the latest call got no answer, or still waits; empty when it was answered."""
+    control: Callable[[], Awaitable[bool]] | None = None
+    """Asks whether the service answers another request than that call; ``None``: it is known not to."""
     listener: socket.socket | None = None
     """The one inside the sandbox, where it has a network of its own."""
     share: Share = field(default_factory=lambda: Share(MAX_BODY))
@@ -45,6 +48,10 @@ class OpenRollout:
     """It was closed: what still comes for it is not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Calls that wait for an engine's answer; nothing of them is recorded yet."""
+
+    def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Notes why the latest call has no answer, and how to find out whether the service is to blame."""
+        self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
         """Refuses further calls; with ``now`` also those that wait for an engine's answer."""

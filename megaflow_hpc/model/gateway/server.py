@@ -187,9 +187,20 @@ class ModelGateway:
     def call_failure(self, rollout_id: str) -> str:
         """Returns why the latest call of an open rollout got no answer, or still waits; empty if it was answered.
 
-        Some agents' clients swallow the 503; the rollout failed by the model service all the same.
+        Some agents' clients swallow the 503. Whether the service is to blame is what :meth:`outage` finds out.
         """
         return self._by_id[rollout_id].failure
+
+    async def outage(self, rollout_id: str) -> str:
+        """Returns why the latest call of an open rollout got no answer, if the service failed at other requests too.
+
+        Empty if a server answers the gateway's own request: then the rollout's was at fault. Call it when the agent has
+        ended: its calls are given up, and further ones refused.
+        """
+        rollout = self._by_id[rollout_id]
+        failure, control = rollout.failure, rollout.control
+        rollout.suspend(now=True)  # what it asked must not keep the control waiting
+        return "" if failure and control is not None and await control() else failure
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
         """Refuses an open rollout's further calls, and with ``now`` those that no engine has answered yet.

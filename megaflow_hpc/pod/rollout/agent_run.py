@@ -15,7 +15,7 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.config import Policy
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import LimitError, ModelServiceError, UserCodeError
+from megaflow_hpc.errors import LimitError, LostError, ModelServiceError, UserCodeError
 from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.partial import CutShort, Partial
@@ -77,7 +77,7 @@ class AgentRun:
             with timed(trajectory, "agent_s"):
                 seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
                 result, recording = await _run_agent(
-                    self._services, self._rollout, step, self._policy, sandbox, seed, resumed
+                    self._services, self._rollout, step, self._policy, sandbox, seed, resumed, trajectory.attempt
                 )
         except CutShort as cut:
             spent_s = (trajectory.agent_s or 0.0) - before_s + (resumed.agent_s if resumed else 0.0)
@@ -101,11 +101,19 @@ async def _run_agent(
     sandbox: ApptainerSandbox,
     seed: int,
     resumed: Partial | None,
+    attempt: int,
 ) -> tuple[AgentResult, Recording]:
     """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off.
 
+    An agent that ended by itself is verified, with whatever error. Its model is to blame for a call without an answer
+    only if the service was away (:meth:`.ModelGateway.outage`), and for an agent's own exception after an answer nobody
+    but the agent: the answer may have caused it.
+
     Raises:
         CutShort: the allocation ends, and a model call of the agent's was refused for that.
+        ModelServiceError: the model could not be asked.
+        UserCodeError: the agent's code failed before the model had answered.
+        LostError: the sandbox was lost in the first attempt. In a second one the agent is taken to have ended it.
     """
     agent = create(policy.agent)
     recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
@@ -113,7 +121,7 @@ async def _run_agent(
     timeout_s = policy.agent.timeout_s or task.agent_timeout_s
     left_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
     recording = Recording()
-    raised: UserCodeError | None = None
+    raised: UserCodeError | ModelServiceError | None = None
     goes_on = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"  # its code has a state too
     watching = services.suspension.watching(rollout.id, sandbox) if goes_on else nullcontext()
     try:
@@ -130,11 +138,15 @@ async def _run_agent(
             result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
         except LimitError as error:
             result = AgentResult(status="truncated", error=str(error))
-        except UserCodeError as error:
+        except LostError as error:
+            if attempt == 0:
+                raise
+            result = AgentResult(exit_code=KILLED[0], error=str(error))
+        except (UserCodeError, ModelServiceError) as error:
             result, raised = AgentResult(), error  # perhaps that is what its client made of a refusal
         if endpoint and (known := services.gateway.suspended(rollout.id)) is not None:
             raise CutShort(result.state, known)
-        if endpoint and (failure := services.gateway.call_failure(rollout.id)):
+        if endpoint and (failure := await services.gateway.outage(rollout.id)):
             raise ModelServiceError(failure) from raised  # whatever the agent's client made of the 503
     finally:
         if endpoint:
@@ -142,7 +154,9 @@ async def _run_agent(
     if recording.over_budget:  # however the agent took the refusal
         result.status, result.error = "truncated", recording.over_budget
     elif raised is not None:
-        raise raised
+        if endpoint is None or not recording.turns:
+            raise raised
+        result.exit_code, result.error = 1, str(raised)
     return result, recording
 
 

@@ -2,7 +2,8 @@
 
 Sandbox, agent, everything of the agent killed, verifier, in this order (the last three for each step of a task that has
 steps); whatever goes wrong becomes a status and a cause, never an exception. Infrastructure that fails is ``failed``
-with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other. One that the
+with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other, and a
+verifier that fails is reward 0. One that the
 allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was (suspension.py).
 """
 
@@ -139,13 +140,10 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         trajectory.artifacts.append(
             Artifact("verifier.log", verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT])
         )
-        if verdict.error:
-            _fail(trajectory, "verifier", verdict.error)
-        else:
-            trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
-            if verdict.agent_error:
-                trajectory.error_kind = "agent"
-                trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error)))
+        trajectory.reward, trajectory.rewards = verdict.reward, dict(verdict.rewards)
+        if verdict.agent_error or verdict.error:
+            trajectory.error_kind = "verifier" if verdict.error else "agent"
+            trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
     finally:
         try:
             await sandbox.stop()

@@ -10,7 +10,6 @@ cause              stored as     retries  what it is
 ``model``          model         2        no engine answered
 ``sandbox-start``  sandbox       3        no sandbox came up; counts against the rank, which is left out in the end
 ``sandbox-lost``   sandbox       2        the sandbox went away while it was needed
-``verifier``       verifier      1        tests left no verdict
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
 ``walltime``       not at all    cuts     the allocation ended first; goes back with its block
@@ -33,7 +32,7 @@ from typing import Literal, NamedTuple
 
 from megaflow_hpc.types import ErrorKind
 
-Cause = Literal["agent", "model", "sandbox-start", "sandbox-lost", "verifier", "node", "walltime", "preemption", "user"]
+Cause = Literal["agent", "model", "sandbox-start", "sandbox-lost", "node", "walltime", "preemption", "user"]
 
 
 class Rule(NamedTuple):
@@ -52,7 +51,6 @@ RULES: dict[str, Rule] = {
     "model": Rule("model", 2),
     "sandbox-start": Rule("sandbox", 3, blames_rank=True),
     "sandbox-lost": Rule("sandbox", 2),
-    "verifier": Rule("verifier", 1),
     "node": Rule("node", 3),
     "user": Rule("user", 0),
 }

@@ -24,8 +24,6 @@ from megaflow_hpc.types import Task
 class HarborFormat:
     """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
 
-    submits_a_patch = False
-
     def claims(self, source: str) -> bool:
         return True
 

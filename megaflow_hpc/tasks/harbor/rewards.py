@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaflow_hpc.host.files import open_directory
-from megaflow_hpc.types import Artifact
+from megaflow_hpc.tasks.formats import LARGEST
+from megaflow_hpc.types import Artifact, Verdict
 
 REWARD_LIMIT = 65536
 """Bytes of a reward file; more is garbage."""
 MOST_REWARDS = 64
 LONGEST_NAME = 100
 """Each name becomes a column of every trajectory."""
-LARGEST = 3.4028234663852886e38
-"""Rewards are stored as float32."""
 
 REWARD_FILES = ("reward.json", "reward.txt")
 """In Harbor's order."""
@@ -35,14 +34,20 @@ def read_rewards(logs: Path) -> dict[str, float]:
     """Reads the named rewards of ``/logs/verifier``.
 
     Raises:
-        ValueError: there is none, or no finite number; says what is wrong.
+        ValueError: there is none, or no finite number, or the two files disagree; says what is wrong.
     """
+    found: dict[str, dict[str, float]] = {}
     with _opened(logs) as directory:
         for name in REWARD_FILES:
             data = _read_plain(directory, name, REWARD_LIMIT)
             if data is not None:
-                return parse_rewards(name, data.decode("utf-8", "replace"))
-    raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
+                found[name] = parse_rewards(name, data.decode("utf-8", "replace"))
+    if not found:
+        raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
+    values = [Verdict.of(rewards).reward or 0.0 for rewards in found.values()]
+    if not math.isclose(values[0], values[-1], rel_tol=1e-6):
+        raise ValueError(f"reward.json says {values[0]:g} and reward.txt {values[-1]:g}")
+    return next(iter(found.values()))
 
 
 def read_logs(logs: Path) -> list[Artifact]:

@@ -67,29 +67,27 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
 
 
 def may_continue(task: Task, verdict: Verdict) -> bool:
-    """Whether the next step may begin: verified, and no reward below the step's ``min_reward``."""
-    if verdict.error:
-        return False
+    """Whether the next step may begin: no reward is below the step's ``min_reward``."""
     step = HarborData.of(task).step
     least = step.min_reward if step else {}
-    return all(verdict.rewards.get(name, float("-inf")) >= value for name, value in least.items())
+    unnamed = 0.0 if verdict.error else float("-inf")
+    return all(verdict.rewards.get(name, unnamed) >= value for name, value in least.items())
 
 
 def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     """One verdict of a task from those of the steps that were run.
 
-    ``mean``: of each named reward over the verified steps, one that a step does not name counting as 0; steps that were
-    not reached do not count. ``final``: of the last step that was run.
+    ``mean``: of each named reward over the steps that were run, one that a step does not name counting as 0; steps that
+    were not reached do not count. ``final``: of the last step that was run. A step whose verifier failed has reward 0.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict
     artifacts = [artifact for step in verdicts for artifact in step.verdict.artifacts]
     output = "".join(f"=== step {step.name} ===\n{step.verdict.output}\n" for step in verdicts)
-    last = verdicts[-1].verdict
-    if last.error:
-        return Verdict(output=output, error=f"step {verdicts[-1].name}: {last.error}", artifacts=artifacts)
-    rewards = dict(last.rewards)
-    if HarborData.of(task).reward_strategy != "final":
-        names = list(dict.fromkeys(name for step in verdicts for name in step.verdict.rewards))
-        rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in verdicts) / len(verdicts) for n in names}
-    return replace(Verdict.of(rewards, output, artifacts), agent_error=last.agent_error)
+    errors = [f"step {step.name}: {step.verdict.error}" for step in verdicts if step.verdict.error]
+    counted = verdicts[-1:] if HarborData.of(task).reward_strategy == "final" else verdicts
+    naming = [step for step in counted if not step.verdict.error] or verdicts[-1:]
+    names = list(dict.fromkeys(name for step in naming for name in step.verdict.rewards))
+    rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in counted) / len(counted) for n in names}
+    agent_error = verdicts[-1].verdict.agent_error
+    return replace(Verdict.of(rewards, output, artifacts), error="; ".join(errors), agent_error=agent_error)

@@ -1,8 +1,9 @@
 """Judges what an agent left, where it cannot have tampered.
 
 Harbor's contract: ``tests/`` is at ``/tests``, ``test.sh`` runs in the work directory, the reward is in
-``/logs/verifier/reward.json`` or ``reward.txt``. A test that fails is a reward; only a verifier that gives none is an
-error. Three places to judge in (docs/how-to/tasks.md says what each closes):
+``/logs/verifier/reward.json`` or ``reward.txt``; if both are there, they agree. A test that fails is a reward; a
+verifier that gives none is an error, which is reward 0 too. Three places to judge in (docs/how-to/tasks.md says what
+each closes):
 
 - *shared*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
   are fresh directories of the host, put over whatever the agent made there; the shells, basic tools, loader and C
@@ -91,11 +92,7 @@ async def _judge_elsewhere(
     environment = HarborData.of(task).verifier_environment(task.id)
     if environment is None or context.start is None:
         raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
-    if stay:
-        await sandbox.end_processes(_restore)
-    else:
-        with suppress(OSError):  # what is left is the janitor's
-            await sandbox.stop()
+    await sandbox.end_processes(_restore if stay else None)  # its files stay: the verification may be repeated
     other = await context.start(environment)
     try:
         problems = await carry(collected, other)
@@ -120,7 +117,7 @@ async def _judge(
     restored: list[str] = []
 
     def enter(paths: LayerPaths) -> None:
-        if fresh:
+        if fresh and not aside.exists():  # else a try before this one has done it
             taken.extend(upperdir.keep_only(paths.upper, aside, _kept(task)))
         else:
             restored.extend(upperdir.restore_programs(paths.upper, paths.image))
@@ -128,7 +125,7 @@ async def _judge(
             upperdir.make_way(paths.upper, place)
 
     def leave(paths: LayerPaths) -> None:
-        if fresh:
+        if fresh and aside.exists():
             upperdir.put_back(paths.upper, aside, taken)
         _restore(paths)
 
@@ -150,8 +147,8 @@ async def _judge(
         if restored:
             output += f"\n--- taken from the image again: {' '.join(restored[:50])} ---\n"
         artifacts = await asyncio.to_thread(read_logs, logs)
-        if result.timed_out:
-            error = f"tests/test.sh ran longer than its {task.verifier_timeout_s:g} s"
+        if result.timed_out or result.breach:
+            error = result.breach or f"tests/test.sh ran longer than its {task.verifier_timeout_s:g} s"
             return Verdict(output=output, error=error, artifacts=artifacts)
         try:
             rewards = await asyncio.to_thread(read_rewards, logs)

@@ -17,8 +17,6 @@ from megaflow_hpc.types import Task, Verdict
 class SwebenchFormat(OneStep):
     """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
 
-    submits_a_patch = True
-
     def claims(self, source: str) -> bool:
         return source.endswith(".jsonl")
 
@@ -36,7 +34,7 @@ class SwebenchFormat(OneStep):
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
     ) -> Verdict:
-        return await runs.verify(step, sandbox)
+        return await runs.verify(step, sandbox, context.patch)
 
 
 FORMAT: TaskFormat = SwebenchFormat()

@@ -16,12 +16,11 @@ import re
 import shlex
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.errors import ConfigError, LimitError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
 from megaflow_hpc.tasks.swebench.instances import Instance
 from megaflow_hpc.tasks.swebench.lines import LineSource, load
@@ -109,7 +108,7 @@ def _files_of(tests: Sequence[str]) -> list[str]:
 # --- judging --------------------------------------------------------------------------------------------------------
 
 
-async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
+async def verify(task: Task, sandbox: ApptainerSandbox, patch: checkout.Patch | None) -> Verdict:
     """Judges the agent's patch by the tests, on a clean image: reward 1 if resolved, else 0.
 
     ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests of either list that are as they should be.
@@ -118,15 +117,12 @@ async def verify(task: Task, sandbox: ApptainerSandbox) -> Verdict:
         SandboxError: the sandbox was lost, or the instance's file was changed.
     """
     instance = load(task)
-    await sandbox.kill_processes()
-    patch = await checkout.difference(sandbox, instance.workdir) or checkout.Patch(
-        b"", f"{instance.workdir} is no git checkout any more"
-    )
+    if patch is None:
+        return _unresolved(f"{instance.workdir} is no git checkout any more")
     if patch.error and not patch.data:
-        return replace(_unresolved(patch.error), artifacts=checkout.to_artifacts(patch))
+        return _unresolved(patch.error)
     await sandbox.reset()
-    verdict = await _judge(task, instance, patch.data, sandbox)
-    return replace(verdict, artifacts=checkout.to_artifacts(patch))
+    return await _judge(task, instance, patch.data, sandbox)
 
 
 async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> Verdict:
@@ -139,12 +135,21 @@ async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: Apptaine
     runner = LineSource.of(task).runner
     try:
         return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
-    except (TimeoutError, RuntimeError) as error:  # a log that no parser reads is no test that passed
-        return _unresolved(str(error))
+    except (TimeoutError, RuntimeError, LimitError) as error:  # a log that no parser reads is no test that passed
+        return _unresolved(str(error), error=str(error))
 
 
-def _unresolved(why: str) -> Verdict:
-    return Verdict(reward=0.0, rewards={"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}, output=why)
+def _unresolved(output: str, error: str = "") -> Verdict:
+    rewards = {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}
+    return Verdict(reward=0.0, rewards=rewards, output=output, error=error)
+
+
+def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
+    """The verdict of tests that did not come to their end."""
+    if not done.timed_out and not done.breach:
+        return None
+    why = done.breach or f"the tests ran longer than {task.verifier_timeout_s:g} s"
+    return _unresolved(f"{why}:\n{done.stdout[-20000:]}", error=why)
 
 
 async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
@@ -165,8 +170,8 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
     script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
     done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
-    if done.timed_out:
-        return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
+    if (verdict := _cut_off(task, done)) is not None:
+        return verdict
     with tempfile.NamedTemporaryFile() as log:
         # The package reads its log as strict UTF-8.
         log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
@@ -265,8 +270,8 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
     recorder = Path(named_tests.__file__).read_text()
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch, "named_tests.py": recorder})
     done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
-    if done.timed_out:
-        return _unresolved(f"the tests ran longer than {task.verifier_timeout_s:g} s:\n{done.stdout[-20000:]}")
+    if (verdict := _cut_off(task, done)) is not None:
+        return verdict
     read = await sandbox.exec(["cat", f"{PLACE}/outcomes.json"], cwd="/", timeout_s=60, output_limit=LOG_LIMIT)
     try:
         found = parse_json(read.stdout_bytes)

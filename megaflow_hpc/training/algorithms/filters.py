@@ -38,17 +38,17 @@ Drops = dict[str, str]
 
 
 def survivors(groups: Iterable[Group], advantage: AdvantageConfig, drops: Drops) -> list[Group]:
-    """Keeps the samples that have all their rewards and at least one sampled token.
+    """Keeps the samples that were verified and have at least one sampled token.
 
     Raises:
         ConfigError: a reward is infinite, or no sample has one of the names in ``advantage.rewards``.
     """
     groups = list(groups)
     _check_names([sample for group in groups for sample in group.samples if sample.verified], advantage)
-    return _samples(groups, lambda sample: _lack(sample, advantage), drops)
+    return _samples(groups, _lack, drops)
 
 
-def _lack(sample: Sample, advantage: AdvantageConfig) -> str:
+def _lack(sample: Sample) -> str:
     """Why a sample cannot be compared with others; empty if it can."""
     if sample.status == "failed":
         return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
@@ -56,9 +56,6 @@ def _lack(sample: Sample, advantage: AdvantageConfig) -> str:
         return "cancelled"
     if math.isnan(reward(sample)):
         return NO_REWARD
-    for name in advantage.rewards:
-        if math.isnan(reward(sample, name)):
-            return f"{NO_REWARD} {name!r}"
     return "" if sample.tokens else NOTHING_SAMPLED
 
 

@@ -95,12 +95,15 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 
 
 def reward(sample: Sample, name: str | None = None) -> float:
-    """Returns a sample's reward, or the one of a name; NaN if it has none.
+    """Returns a sample's reward, or the one of a name; NaN if it was not verified.
+
+    A verified sample has every reward: one that its verifier did not name is 0. Otherwise the tested code could take a
+    sample out of its group by keeping the verifier from naming all.
 
     Raises:
         ConfigError: it is infinite.
     """
-    found = sample.reward if name is None else sample.rewards.get(name, math.nan)
+    found = sample.reward if name is None else sample.rewards.get(name, 0.0)
     if name is not None and not sample.verified:
         found = math.nan
     if math.isinf(found):

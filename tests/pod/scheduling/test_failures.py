@@ -15,7 +15,7 @@ def test_failures_are_systematic_when_nearly_all_of_the_last_have_one_cause() ->
     assert pattern.systematic == ""
     pattern.add("user")
     assert "19 of the last 20" in pattern.systematic
-    for cause in ("model", "verifier"):
+    for cause in ("model", "sandbox-lost"):
         pattern.add(cause)
     assert pattern.systematic == "18 of the last 20 rollouts failed for one cause, user"
     pattern.add("")
@@ -57,7 +57,7 @@ def test_a_sandbox_that_started_clears_a_rank() -> None:
     for _ in range(10):
         blame.add(2, "")
         assert not blame.add(1, "sandbox-start")
-        assert not blame.add(1, "verifier")
+        assert not blame.add(1, "sandbox-lost")
 
 
 def test_only_infrastructure_is_tried_again() -> None:

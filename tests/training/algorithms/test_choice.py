@@ -149,7 +149,7 @@ def test_a_step_settles_as_many_groups_as_are_wanted_and_leaves_the_rest() -> No
     assert [g.id for g in choice.left] == ["t3/p", "t4/p"]
 
 
-def test_named_rewards_have_to_be_there_and_have_to_differ() -> None:
+def test_named_rewards_have_to_be_known_and_have_to_differ() -> None:
     both = AdvantageConfig(rewards={"tests": 1.0, "style": 0.1})
     here = (
         sample("a/p", 0, 1.0, rewards={"tests": 1.0, "style": 0.0}),
@@ -157,8 +157,9 @@ def test_named_rewards_have_to_be_there_and_have_to_differ() -> None:
         sample("a/p", 2, 1.0, rewards={"tests": 1.0}),
     )
     choice = chosen(["zero_variance"], [Group("a/p", "a", here)], advantage=both)
-    assert choice.drops == {"a/p/2": "no reward 'style'"}
-    assert len(choice.taken[0].samples) == 2
+    assert choice.drops == {}
+    assert len(choice.taken[0].samples) == 3, "one whose verifier did not name all has 0 there, and stays"
+    assert chosen(["zero_variance"], [Group("a/p", "a", here[1:])], advantage=both).drops == {}
     alone = AdvantageConfig(rewards={"tests": 1.0})
     assert chosen(["zero_variance"], [Group("a/p", "a", here)], advantage=alone).drops == {"a/p": "zero variance"}
 

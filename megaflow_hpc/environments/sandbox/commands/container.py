@@ -32,7 +32,7 @@ from megaflow_hpc.environments.sandbox.commands.streams import read_available
 from megaflow_hpc.environments.sandbox.commands.template import APPTAINER_ENVIRONMENT, Clone
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.process import Identity
@@ -243,11 +243,11 @@ class Container:
             self.init.kill()
 
     async def check(self) -> None:
-        """Raises :class:`SandboxError` if the container was ended from outside."""
+        """Raises :class:`LostError` if the container was ended from outside."""
         if self._judgement is not None:
             await self._judgement
         if self.lost:
-            raise SandboxError(self.lost)
+            raise LostError(self.lost)
 
     def _release(self) -> None:
         process = self._process

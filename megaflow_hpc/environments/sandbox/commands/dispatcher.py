@@ -18,7 +18,7 @@ from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, Ru
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
@@ -114,12 +114,12 @@ class CommandDispatcher:
             command.buffers[1].feed(f"[killed: {breach}]\n".encode())
 
     def fail(self, why: str) -> None:
-        """Makes what runs raise :class:`SandboxError`, as the container is gone."""
+        """Makes what runs raise :class:`LostError`, as the container is gone."""
         for command in list(self._commands.values()):
             self._withdraw(command)
             if command.listening is not None:
                 command.listening.cancel()
-            command.end(SandboxError(why))
+            command.end(LostError(why))
 
     def close(self) -> None:
         """Closes every descriptor."""
@@ -346,4 +346,4 @@ class CommandDispatcher:
 
     def _check_alive(self) -> None:
         if (why := self._why_ended()) is not None:
-            raise SandboxError(f"the sandbox's container has ended: {why}")
+            raise LostError(f"the sandbox's container has ended: {why}")

@@ -1,0 +1,165 @@
+"""Who is to blame for a rollout whose last model call has no answer, or whose sandbox is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
+from megaflow_hpc.config.model import ModelConfig
+from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
+from megaflow_hpc.model.engines.scripted.script import Answer, Script, ScriptedTask
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.rollout.rollout import run_attempt
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Rollout, Sandbox, Task
+from tests.support.dodges import CODE
+from tests.support.harbor_tasks import write_files
+
+
+async def ask(model: ModelEndpoint | None, text: str, timeout_s: float = 60) -> Mapping[str, Any]:
+    """Makes a call, as clients do: an answer that is an error is raised."""
+    assert model is not None
+    body = {"messages": [{"role": "user", "content": text}]}
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    timeout = aiohttp.ClientTimeout(timeout_s)
+    async with aiohttp.ClientSession(headers=headers, raise_for_status=True, timeout=timeout) as session:
+        async with session.post(f"{model.base_url}/chat/completions", json=body) as response:
+            found: Mapping[str, Any] = await response.json()
+            return found
+
+
+class Asks:
+    """Asks two questions, of which its engine fails at the second; what it makes of that is the subclass's."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        await ask(model, "hello")
+        await self.end(model)
+        return AgentResult()
+
+    async def end(self, model: ModelEndpoint | None) -> None:
+        raise NotImplementedError
+
+
+class Swallows(Asks):
+    async def end(self, model: ModelEndpoint | None) -> None:
+        with suppress(aiohttp.ClientError):
+            await ask(model, "poison")
+
+
+class Leaves(Asks):
+    async def end(self, model: ModelEndpoint | None) -> None:
+        with suppress(TimeoutError):
+            await ask(model, "poison", 0.3)
+
+
+class LeavesMany(Asks):
+    async def end(self, model: ModelEndpoint | None) -> None:
+        with suppress(TimeoutError):
+            await asyncio.gather(*(ask(model, "poison", 0.3) for _ in range(50)))
+
+
+class Raises(Asks):
+    async def end(self, model: ModelEndpoint | None) -> None:
+        await ask(model, "poison")
+
+
+class Waits(Asks):
+    """Its time runs out while it makes such calls."""
+
+    async def end(self, model: ModelEndpoint | None) -> None:
+        while True:
+            with suppress(aiohttp.ClientError):
+                await ask(model, "poison")
+
+
+class EndsItsSandbox:
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        await sandbox.exec(["python3", "-c", CODE["breaks the memory of PID 1"]])
+        return AgentResult()
+
+
+def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attempt: int = 0) -> Trajectory:
+    """One attempt at a task whose tests give 0.
+
+    Args:
+        engine: ``up``; ``down``; or ``dies``, after its first answer.
+    """
+    files = {"task.toml": 'version = "1.0"\n[environment]\ndocker_image = "base"\n', "instruction.md": "x"}
+    task = read_harbor_task(
+        write_files(place / "task", {**files, "tests/test.sh": "echo 0 > /logs/verifier/reward.txt\n"})
+    )
+    config = CampaignConfig.model_validate(
+        {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
+    )
+    policy = Policy(
+        agent=AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=6 if agent is Waits else 300),
+        model=ModelConfig(path="m"),
+    )
+
+    class Dying(ScriptedEngine):
+        def on_sampled(self, prompt: Any, tokens: Any) -> None:
+            if engine == "dies":
+                self.script = Script(default=(Answer("EngineDeadError", status=500),))
+
+    async def main() -> Trajectory:
+        poison = ScriptedTask(pattern=re.compile("poison"), answers=(Answer("no", status=500),))
+        runner = web.AppRunner(Dying(Script((poison,), (Answer("good"),)), "m").application(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = 1 if engine == "down" else runner.addresses[0][1]
+        server = {"server": "p.0", "policy": "p", "url": f"http://127.0.0.1:{port}", "model_name": "m"}
+        async with (
+            ModelGateway(wait_s=2) as gateway,
+            ApptainerProvider(scratch) as provider,
+        ):
+            gateway.update_endpoints([server])
+            services = Services(config, {"p": policy}, {"base": rootfs}, provider, gateway)
+            try:
+                return (await run_attempt(services, Rollout(task.id, "p", 0, "p"), task, attempt)).trajectory
+            finally:
+                services.agents.close()
+                await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [Swallows, Leaves, LeavesMany, Raises, Waits])
+def test_a_call_at_which_only_its_engine_fails_takes_no_verdict(
+    rootfs: str, scratch: Path, tmp_path: Path, agent: type
+) -> None:
+    found = run(tmp_path, scratch, rootfs, agent, "up")
+    kind = {Raises: "agent", Waits: "agent"}.get(agent, "")
+    status = "truncated" if agent is Waits else "completed"
+    assert (found.status, found.error_kind, found.reward) == (status, kind, 0.0), found.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["dies", "down"])
+@pytest.mark.parametrize("agent", [Swallows, Leaves, Raises, Waits])
+def test_an_engine_that_is_dead_for_everybody_is_the_services_failure(
+    rootfs: str, scratch: Path, tmp_path: Path, agent: type, engine: str
+) -> None:
+    found = run(tmp_path, scratch, rootfs, agent, engine)
+    assert (found.status, found.error_kind, found.reward) == ("failed", "model", None), found.error
+
+
+@pytest.mark.slow
+def test_an_agent_whose_sandbox_is_lost_twice_has_a_verdict(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    """Nothing tells who ended it: the first time it may have been the node."""
+    first = run(tmp_path / "0", scratch, rootfs, EndsItsSandbox, "up")
+    assert (first.status, first.error_kind, first.reward) == ("failed", "sandbox", None), first.error
+    again = run(tmp_path / "1", scratch, rootfs, EndsItsSandbox, "up", attempt=1)
+    assert (again.status, again.error_kind, again.reward) == ("completed", "agent", 0.0), again.error
