@@ -260,6 +260,7 @@ class Run:
         if resolve_launcher("auto") != "slurm":
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
         self.dir.check_ours()
+        self.dir.check_place()
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
@@ -313,6 +314,7 @@ class Run:
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
         self.dir.check_ours()
+        self.dir.check_place()
         check_version(self.record, self.dir)
         require_running(self.config.name)
         chosen = resolve_launcher(launcher)

@@ -37,6 +37,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory
+from megaflow_hpc.host.private import make_parents, who_may_replace
 from megaflow_hpc.host.process import user_name
 
 
@@ -75,8 +76,13 @@ class RunDir:
         return str(self.path)
 
     def create(self, share: str = "user") -> None:
-        """Makes the directory and those in it; with ``share="group"`` its group may read them."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Makes the directory and those in it; with ``share="group"`` its group may read them.
+
+        Raises:
+            ConfigError: Another user may write to a directory above it.
+        """
+        make_parents(self.path)
+        self.check_place()
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.endpoints.mkdir(mode=0o700, exist_ok=True)
         if share == "group":
@@ -91,9 +97,23 @@ class RunDir:
         Raises:
             ConfigError: It is another user's, who alone may change it.
         """
-        owner = self.path.stat().st_uid
+        try:
+            owner = self.path.stat().st_uid
+        except FileNotFoundError:
+            return  # who reads it says so
         if os.getuid() not in (owner, 0):
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
+
+    def check_place(self) -> None:
+        """Checks that no other user could put something else in the place of the run directory.
+
+        Jobs run what is in it, long after it was planned.
+
+        Raises:
+            ConfigError: Names the directory that others may write to, and the remedy.
+        """
+        if why := who_may_replace(self.path):
+            raise ConfigError(f"run directory {self.path}: {why}; jobs run what they find there")
 
     def block(self, number: int) -> Path:
         """Returns the file of a block of rollouts."""
