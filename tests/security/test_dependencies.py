@@ -96,3 +96,35 @@ def test_a_file_of_another_content_is_not_installed(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "DO NOT MATCH THE HASHES" in done.stderr
     assert not (tmp_path / "t").exists()
+
+
+def lib(text: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Runs shell text with the functions of the launchers."""
+    whole = f'source "{LAUNCHERS}/lib.sh"; {text}'
+    return subprocess.run(["bash", "-c", whole, "lib", *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_root_installs_only_packages_that_its_own_list_names(tmp_path: Path) -> None:
+    """What is missing is asked of an ordinary account, which can answer anything: a path, an option, another package."""
+    package = tmp_path / "evil"
+    (package / "DEBIAN").mkdir(parents=True, mode=0o755)
+    (package / "DEBIAN" / "control").write_text(
+        "Package: evil\nVersion: 1\nArchitecture: all\nMaintainer: x\nDescription: x\n"
+    )
+    evil = tmp_path / "evil.deb"
+    subprocess.run(["dpkg-deb", "-b", package, evil], check=True, capture_output=True)
+    asked = [evil, "./evil.deb", "-oDPkg::Pre-Invoke::=id", "git=1", "git/sid", "git-", "gi.", "bash", "openssh-server"]
+    # In the place of "env" or "sudo -n", echo prints what root would run.
+    for names in (asked, [*asked, "git", "uidmap"]):
+        done = lib('LOGS=$1; install_packages echo "$2"', tmp_path, "\n".join(map(str, names)))
+        assert done.returncode == 0, done.stderr
+        assert "not installed" in done.stderr
+    ran = (tmp_path / "apt-get.log").read_text().split()
+    assert ran[ran.index("--") + 1 :] == ["git", "uidmap"]
+
+
+def test_the_list_has_everything_that_a_machine_could_lack(tmp_path: Path) -> None:
+    lacking = lib('MEGAFLOW_SITE=0 MACHINE_PATH=/nowhere PREFIX=/nowhere; have() { false; }; missing_packages root')
+    assert lacking.returncode == 0, lacking.stderr
+    assert "slurmctld" in lacking.stdout
+    assert set(lacking.stdout.split()) <= set(lib("listed_packages").stdout.split())
