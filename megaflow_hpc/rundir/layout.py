@@ -91,11 +91,15 @@ class RunDir:
         for room in ("tasks", "ledger", "weights", "journal", "shards", "events", "logs", "report"):
             make_directory(self.path / room)
 
-    def check_ours(self) -> None:
-        """Checks that the run directory is this user's.
+    def check_ours(self, to_run: bool = False) -> None:
+        """Checks that the run directory is this user's, and that what is written in it stays in it.
+
+        Args:
+            to_run: Jobs will run what is in it: also :meth:`check_place`.
 
         Raises:
-            ConfigError: It is another user's, who alone may change it.
+            ConfigError: It is another user's, who alone may change it; or it was unpacked from an archive in which
+                directories are links.
         """
         try:
             owner = self.path.stat().st_uid
@@ -103,6 +107,11 @@ class RunDir:
             return  # who reads it says so
         if os.getuid() not in (owner, 0):
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
+        for room in (self.tasks, self.ledger, self.endpoints, self.shards, self.partial, self.events, self.live):
+            if room.is_symlink():
+                raise ConfigError(f"{room}: it is a link, which is not followed; put the directory itself there")
+        if to_run:
+            self.check_place()
 
     def check_place(self) -> None:
         """Checks that no other user could put something else in the place of the run directory.
