@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megaflow_hpc.agents.presets import PACKAGES
 from tests.support.places import LAUNCHERS, ROOT
 
 LIST = LAUNCHERS / "requirements.txt"
@@ -128,3 +131,24 @@ def test_the_list_has_everything_that_a_machine_could_lack(tmp_path: Path) -> No
     assert lacking.returncode == 0, lacking.stderr
     assert "slurmctld" in lacking.stdout
     assert set(lacking.stdout.split()) <= set(lib("listed_packages").stdout.split())
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_programs_of_agents_are_locked_with_hashes_for_any_registry(name: str) -> None:
+    folder = LAUNCHERS / "agents" / name
+    package, _, version = PACKAGES[name].rpartition("@")
+    assert json.loads((folder / "package.json").read_text()) == {"dependencies": {package: version}}
+    locked = json.loads((folder / "package-lock.json").read_text())["packages"]
+    assert locked.pop("")["dependencies"] == {package: version}
+    assert locked[f"node_modules/{package}"]["version"] == version
+    assert all(re.match(r"sha512-[A-Za-z0-9+/]{86}==$", found["integrity"]) for found in locked.values())
+    assert not any("resolved" in found for found in locked.values())
+
+
+def test_no_script_of_a_package_is_run_when_agents_are_installed() -> None:
+    text = (LAUNCHERS / "agents.sh").read_text()
+    calls = re.findall(r"npm-cli\.js.*?(?=\n\S|\n  rm)", text, re.DOTALL)
+    assert len(calls) == 1
+    assert "--ignore-scripts" in calls[0]
+    assert re.findall(r'^ +npm "\$name" (\w+)', text, re.MULTILINE) == ["install", "ci"]  # of them the first only locks
+    assert "--package-lock-only" in text
