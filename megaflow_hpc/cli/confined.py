@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from megaflow_hpc.cli.output import note
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.limited import Limits, run_confined
+from megaflow_hpc.host.child import Limits, run_confined
 from megaflow_hpc.host.process import user_name
 
 ASKS_SLURM = ("status", "watch", "usage", "report")

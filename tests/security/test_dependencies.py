@@ -127,7 +127,7 @@ def test_root_installs_only_packages_that_its_own_list_names(tmp_path: Path) -> 
 
 
 def test_the_list_has_everything_that_a_machine_could_lack(tmp_path: Path) -> None:
-    lacking = lib('MEGAFLOW_SITE=0 MACHINE_PATH=/nowhere PREFIX=/nowhere; have() { false; }; missing_packages root')
+    lacking = lib("MEGAFLOW_SITE=0 MACHINE_PATH=/nowhere PREFIX=/nowhere; have() { false; }; missing_packages root")
     assert lacking.returncode == 0, lacking.stderr
     assert "slurmctld" in lacking.stdout
     assert set(lacking.stdout.split()) <= set(lib("listed_packages").stdout.split())

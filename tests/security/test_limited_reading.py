@@ -19,7 +19,7 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.limited import Limits, run_confined
+from megaflow_hpc.host.child import Limits, run_confined
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather
 from megaflow_hpc.trajectories.reading.vocabulary import kept, load, pieces
@@ -126,7 +126,7 @@ def test_a_run_of_another_user_that_takes_much_memory_ends_with_a_message(run: R
     """The limits are lowered to what importing the libraries takes: a file of the size of the real ones takes long."""
     theirs = given_away(run, place)
     program = (
-        "import sys; from megaflow_hpc.cli import confined, main; from megaflow_hpc.host.limited import Limits; "
+        "import sys; from megaflow_hpc.cli import confined, main; from megaflow_hpc.host.child import Limits; "
         "confined.LIMITS = Limits(30 << 20, 60, 1 << 20); sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, "show", str(theirs), "0"]
@@ -157,7 +157,9 @@ def _use_network() -> int:
 
 
 @pytest.mark.parametrize(
-    ("call", "status"), [(_use_memory, -9), (_use_cpu, -9), (_use_network, 7), (lambda: 3, 3)], ids=lambda v: str(v)[:12]
+    ("call", "status"),
+    [(_use_memory, -9), (_use_cpu, -9), (_use_network, 7), (lambda: 3, 3)],
+    ids=lambda v: str(v)[:12],
 )
 def test_a_confined_process_has_its_limits(
     call: Callable[[], int], status: int, monkeypatch: pytest.MonkeyPatch

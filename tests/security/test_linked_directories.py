@@ -60,9 +60,7 @@ def contents(folder: Path) -> dict[str, str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_no_verb_writes_through_a_link_of_a_run_directory(
-    name: str, words: list[str], run: RunDir, mine: Path
-) -> None:
+def test_no_verb_writes_through_a_link_of_a_run_directory(name: str, words: list[str], run: RunDir, mine: Path) -> None:
     link(run, name, mine)
     before = contents(mine)
     done = cli(words[0], run, *words[1:])
@@ -111,9 +109,7 @@ def test_a_viewer_asks_through_no_link(run: RunDir, mine: Path) -> None:
     assert contents(mine) == before
 
 
-def test_what_accounting_says_is_kept_through_no_link(
-    run: RunDir, mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_accounting_says_is_kept_through_no_link(run: RunDir, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``report`` and ``status`` keep it in the run directory."""
     link(run, "ledger", mine)
     asked: list[Any] = []

@@ -61,9 +61,7 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
         yield scale
 
 
-def _vocabulary(
-    store: TrajectoryStore, policy: str, tokenizer: str | None, ids: set[int]
-) -> tuple[Pieces | None, str]:
+def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None, ids: set[int]) -> tuple[Pieces | None, str]:
     """Returns the texts of the ids of a policy, if there is a tokenizer, and a note on its origin."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, pieces

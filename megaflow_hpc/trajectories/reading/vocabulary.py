@@ -26,8 +26,8 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment
+from megaflow_hpc.host.child import Limits, confine
 from megaflow_hpc.host.files import read_regular
-from megaflow_hpc.host.limited import Limits, confine
 from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
