@@ -108,7 +108,7 @@ def lib(text: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_root_installs_only_packages_that_its_own_list_names(tmp_path: Path) -> None:
-    """What is missing is asked of an ordinary account, which can answer anything: a path, an option, another package."""
+    """An ordinary account says what is missing, and can say anything: a path, an option, another package."""
     package = tmp_path / "evil"
     (package / "DEBIAN").mkdir(parents=True, mode=0o755)
     (package / "DEBIAN" / "control").write_text(

@@ -81,7 +81,7 @@ def test_no_batch_script_sources_what_another_user_links_to(role: script.Role, b
     mine.chmod(0o777)
     swap(mine / "put", {"env.sh": f"echo stolen >{mark}; exit 0\n"})
     as_second_user(
-        "import json, os, sys; told = json.load(sys.stdin); os.symlink(told + '/put/env.sh', told + '/env.sh'); print(0)",
+        "import json, os, sys; at = json.load(sys.stdin); os.symlink(at + '/put/env.sh', at + '/env.sh'); print(0)",
         str(mine),
     )
     swap(beside / "run", {}, link=str(mine))
@@ -188,7 +188,7 @@ def test_plan_refuses_a_run_directory_behind_a_link_of_another_user(
     place.chmod(0o1777)
     (place / "mine").mkdir()
     swap(place / "link", {}, link=str(place / "mine"))
-    with pytest.raises(ConfigError, match="link.*belongs to"):
+    with pytest.raises(ConfigError, match=r"link.*belongs to"):
         Campaign.from_yaml(campaign).plan(place / "link" / "run", launcher="local")
     swap(place / "theirs", {})
     (place / "link2").symlink_to(place / "theirs")
