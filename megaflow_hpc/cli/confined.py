@@ -29,8 +29,8 @@ def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace]
         return status
     note(
         f"megaflow-hpc: {whose}: {verb} was ended by signal {-status}, as it is if it takes more than "
-        f"{LIMITS.memory_bytes >> 30} GiB of memory, {LIMITS.cpu_s} s of CPU time or {LIMITS.file_bytes >> 30} GiB for a "
-        "file; if you trust it, copy it to a directory of yours"
+        f"{LIMITS.memory_bytes >> 30} GiB of memory, {LIMITS.cpu_s} s of CPU time or {LIMITS.file_bytes >> 30} GiB "
+        "for a file; if you trust it, copy it to a directory of yours"
     )
     return ConfigError.exit_status
 

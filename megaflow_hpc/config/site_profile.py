@@ -9,8 +9,8 @@ the directories of ``MEGAFLOW_PROFILES``::
 
 Mappings are merged key by key, and the campaign's keys win; lists are taken whole. ``model`` completes every model that
 the campaign has, and makes none. Relative paths are relative to the campaign file, as everywhere: a profile names
-absolute ones. It may hold lines of shell for jobs (``slurm.setup``), so one is refused that somebody else than the user,
-root and the owner of its directory could change.
+absolute ones. It may hold lines of shell for jobs (``slurm.setup``), so one is refused that somebody else than the
+user, root and the owner of its directory could change.
 """
 
 from __future__ import annotations
