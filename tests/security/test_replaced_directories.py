@@ -13,6 +13,7 @@ import pytest
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.private import who_may_replace
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import script
 from tests.support.places import ROOT
 from tests.support.second_user import as_second_user
@@ -264,6 +265,19 @@ def test_an_image_store_that_others_may_write_is_refused(part: str, place: Path)
     with pytest.raises(SiteError, match="its group may write") as error:
         ImageStore(root)
     assert f"chmod g-w {(root / part).resolve()}" in str(error.value)
+
+
+def test_an_engine_pool_that_others_could_have_replaced_is_refused(place: Path) -> None:
+    from megaflow_hpc.rundir.engine_pool import EnginePool
+
+    run = place / "runs" / "pool"
+    RunDir(run).create()
+    pool = EnginePool(run)
+    pool.create({"default": 1}, "group")
+    assert pool.policy("default") == "default"
+    run.parent.chmod(0o2775)
+    with pytest.raises(ConfigError, match=f"{run.parent}: its group may write"):
+        pool.policy("default")
 
 
 def test_a_store_made_under_an_open_umask_is_closed_to_others(place: Path) -> None:
