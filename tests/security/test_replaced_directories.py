@@ -15,6 +15,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.private import who_may_replace
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import script
+from tests.support.campaigns import cli
 from tests.support.places import ROOT
 from tests.support.second_user import as_second_user
 
@@ -160,6 +161,19 @@ def test_plan_refuses_a_run_directory_beside_which_others_may_write(
     assert f"{mode:04o}" in str(error.value)
     assert re.search(rf"chmod (g-w|o-w|o-w,g-w) {folder}[,;]", str(error.value))
     assert not run.exists()
+
+
+@pytest.mark.parametrize("words", [["check"], ["run", "--dry-run", "--launcher", "local"], ["plan"]])
+def test_every_verb_that_looks_ahead_names_such_a_place(
+    words: list[str], make_campaign: Callable[..., Path], place: Path
+) -> None:
+    (place / "project").mkdir()
+    (place / "project").chmod(0o775)
+    campaign = make_campaign(1, f"run_dir: {place}/project/runs")
+    done = cli(words[0], campaign, *words[1:])
+    assert done.returncode != 0
+    assert f"{place}/project: its group may write to this directory" in done.stderr + done.stdout
+    assert not (place / "project" / "runs").exists()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o2750, 0o1777, 0o3775, 0o700])
