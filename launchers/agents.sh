@@ -3,18 +3,25 @@
 # OpenHands, where it is named, and a Python of its own. Prints its path.
 #
 # usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code openhands; the first three without an argument
+#        launchers/agents.sh --lock [NAME…] write launchers/agents/NAME/package-lock.json for the version of presets.py
 #
 # The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
 # read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
-# Node and npm come from PyPI, npm uses its registry as it is configured. OpenHands comes from PyPI, as
+# Node and npm come from PyPI, npm uses its registry as it is configured. It installs what launchers/agents/NAME/package-lock.json
+# lists with its hashes, and runs no script of any package. OpenHands comes from PyPI, as
 # containers/openhands.txt lists it, and its Python from Debian's archive (launchers/python.sh).
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+LOCK=0
 case ${1:-} in
   -h | --help)
     usage
     exit 0
+    ;;
+  --lock)
+    LOCK=1
+    shift
     ;;
 esac
 NODE=22.20.0
@@ -50,21 +57,42 @@ node() {
   mark_done "$BOX/node/.complete" "$NODE"
 }
 
+# npm NAME WORDS…: never runs a script of a package, which would be code of strangers outside of any sandbox.
+npm() {
+  local name=$1
+  shift
+  quietly "$LOGS/agents-$name.log" env PATH="$BOX/bin:$PATH" "$BOX/bin/node" "$BOX/node/lib/node_modules/npm/bin/npm-cli.js" \
+    "$@" --ignore-scripts --cache "$MEGAFLOW_HOME/cache/npm-$name" --no-audit --no-fund --loglevel=error
+  rm -rf "$MEGAFLOW_HOME/cache/npm-$name"
+}
+
+# lock NAME PACKAGE@VERSION: all that it depends on, on every platform, with hashes and without a registry's address.
+lock() {
+  local name=$1 package=$2 work
+  work=$(mktemp -d)/$1
+  mkdir "$work"
+  npm "$name" install --prefix "$work" --package-lock-only --save-exact --omit-lockfile-registry-resolved "$package"
+  mkdir -p "$SOURCES/launchers/agents/$name"
+  cp "$work"/package.json "$work"/package-lock.json "$SOURCES/launchers/agents/$name/"
+  rm -rf "${work%/*}"
+}
+
 # install NAME PACKAGE@VERSION: into a directory of its own that appears whole, with a link to its program in bin.
 install() {
-  local name=$1 package=$2 dir=$BOX/$1 program
+  local name=$1 package=$2 dir=$BOX/$1 locked=$SOURCES/launchers/agents/$1 program
   done_before "$dir/.complete" "$package" && return 0
+  grep -qF "\"${package%@*}\": \"${package##*@}\"" "$locked/package.json" ||
+    die "$package: $locked/package-lock.json is of another version; run launchers/agents.sh --lock $name"
   say "installing $package into $dir"
   rm -rf "$dir" "$dir.new"
   mkdir "$dir.new"
-  quietly "$LOGS/agents-$name.log" env PATH="$BOX/bin:$PATH" "$BOX/bin/node" "$BOX/node/lib/node_modules/npm/bin/npm-cli.js" \
-    install --prefix "$dir.new" --cache "$MEGAFLOW_HOME/cache/npm-$name" --no-audit --no-fund --no-package-lock \
-    --loglevel=error "$package"
-  rm -rf "$MEGAFLOW_HOME/cache/npm-$name"
+  cp "$locked"/package.json "$locked"/package-lock.json "$dir.new/"
+  npm "$name" ci --prefix "$dir.new"
   find "$dir.new" -type f -path '*/vendor/*' -name rg -exec chmod +x {} + # one package forgets to
   mv -T "$dir.new" "$dir"
   case $name in
-    claude-code) program=claude-code/node_modules/.bin/claude ;;
+    # Its install script would copy this program over a placeholder.
+    claude-code) program=$(cd "$BOX" && find claude-code/node_modules/@anthropic-ai/claude-code-* -name claude -type f | sed -n 1p) ;;
     codex) program=$(cd "$BOX" && find codex/node_modules/@openai -path '*/vendor/*/bin/codex' -type f | sed -n 1p) ;;
     qwen-code) program=qwen-code/node_modules/.bin/qwen ;;
   esac
@@ -118,6 +146,13 @@ PYTHON
 [[ ${#packages[@]} -gt 0 ]] || exit 1
 [[ ${packages[*]} =~ ^openhands\ [^\ ]*$ ]] || node
 jobs=()
+if [[ $LOCK == 1 ]]; then
+  for line in "${packages[@]}"; do
+    # shellcheck disable=SC2086  # two words
+    [[ $line == openhands* ]] || lock $line
+  done
+  exit
+fi
 for line in "${packages[@]}"; do
   # shellcheck disable=SC2086  # two words
   case $line in openhands*) openhands ${line#* } & ;; *) install $line & ;; esac

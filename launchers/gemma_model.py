@@ -61,9 +61,13 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # type: ignore[import-not-found]
 
     folder, name = str(gguf.parent), gguf.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        folder,
+        gguf_file=name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        trust_remote_code=False,
     )
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE

@@ -107,7 +107,8 @@ as_root() {
   as_user mkdir -p "$BUILD" "$LOGS" || die "$MEGAFLOW_USER cannot write $BUILD: set MEGAFLOW_HOME to a directory of its own"
   copy_sources
   if [[ $packages == 1 ]]; then
-    # Asked as the user: what counts is what that one can run, whatever root has.
+    # Asked as the user: what counts is what that one can run, whatever root has. Of the answer, which that account could
+    # have written, install_packages takes what is in the list of this clone.
     names=$(as_user env MEGAFLOW_CLONE="$CLONE" bash "$BUILD/src/launchers/setup" --missing) || die "the machine could not be examined"
     LOGS=$(mktemp -d) install_packages env "$names" # root writes no logs into a user's directory
   fi
@@ -284,6 +285,12 @@ SLURM=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd m
 # Packages without a program of their own that the lab needs beside those.
 SLURM_MORE=(slurm-wlm-basic-plugins slurm-wlm-mysql-plugin mariadb-client-core)
 
+# Every package that may be installed: all that missing_packages names, and what launchers/fresh needs.
+listed_packages() {
+  printf '%s\n' "${TOOLS[@]##*:}" "${SLURM[@]##*:}" "${SLURM_MORE[@]}" libpmix2 uidmap linux-libc-dev debian-archive-keyring \
+    python3-venv python3.11 python3.{11..19}-venv mmdebstrap
+}
+
 # The packages that this machine lacks for us. On a login node: none, the site's are used.
 missing_packages() {
   local pair slurm=0
@@ -326,18 +333,23 @@ provide_packages() {
   if [[ -n $root ]]; then install_packages "$root" "$names"; else unpack_packages "$names"; fi
 }
 
-# install_packages "env" or "sudo -n" NAMES
+# install_packages "env" or "sudo -n" NAMES: as root. A name that is not in the list of this clone is left out: apt-get
+# would take a path, an option or any other package.
 install_packages() {
-  local root=$1 names
-  [[ -n $2 ]] || return 0
-  have apt-get || die "missing: ${2//$'\n'/ } (and no apt-get to install them with)"
+  local root=$1 others wanted names
+  others=$(grep -Fvx -f <(listed_packages) <<<"$2" || true)
+  [[ -z $others ]] || say "not in the list of packages of launchers/lib.sh, and not installed: $(printf '%q' "$others")"
+  wanted=$(grep -Fx -f <(listed_packages) <<<"$2" || true)
+  [[ -n $wanted ]] || return 0
+  have apt-get || die "missing: ${wanted//$'\n'/ } (and no apt-get to install them with)"
   # shellcheck disable=SC2086  # two words
   $root apt-get -qq -o DPkg::Lock::Timeout=120 update >/dev/null || say "apt-get update failed; trying with the lists there are"
-  mapfile -t names < <(known_packages apt-cache "$2")
+  mapfile -t names < <(known_packages apt-cache "$wanted")
+  [[ ${#names[@]} -gt 0 ]] || return 0
   say "installing ${names[*]}"
   # shellcheck disable=SC2086
   quietly "$LOGS/apt-get.log" $root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 \
-    install --yes --no-install-recommends "${names[@]}" || die "apt-get could not install: ${names[*]}"
+    install --yes --no-install-recommends -- "${names[@]}" || die "apt-get could not install: ${names[*]}"
 }
 
 # Those of the packages that this distribution has: names differ between releases.

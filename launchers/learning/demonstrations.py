@@ -90,8 +90,8 @@ def _teach(folder: Path, seed: int, batches: int) -> dict[str, Any]:
     torch.set_num_threads(1)  # so small a model gains nothing by more, and on a busy machine they wait for each other
     torch.manual_seed(seed)
     chance = random.Random(seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     began, losses = time.monotonic(), []
     for number in range(batches):

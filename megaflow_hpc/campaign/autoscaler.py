@@ -101,6 +101,7 @@ class Autoscaler:
 def main(argv: list[str]) -> int:
     """Scales beside a pod, until the campaign is over or the batch shell is gone."""
     run = RunDir(argv[0])
+    run.check_ours()
     planned, marks = read_run(run), Marks(run)
     jobs = Jobs(run, planned.config, planned, Ledger(run))
     parent = os.getppid()

@@ -101,7 +101,7 @@ class Campaign:
     def site_mistakes(self, draft: Draft, watch: Watch) -> list[str]:
         """Returns what this site lacks or refuses of a draft, mistakes or not."""
         found: list[str] = []
-        checks: list[Callable[[], None]] = [lambda: try_sandboxes(draft, watch)]
+        checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
         if site.has_slurm():
             checks.insert(0, lambda: self._check_site(draft))
         for one in checks:
@@ -161,6 +161,7 @@ class Campaign:
             like: an earlier run, in which rollouts took as long.
         """
         slurm = resolve_launcher(launcher) == "slurm"
+        self._run_dir(run_dir).check_place()
         watch, earlier = watch or Silent(), None if like is None else Path(like)
         draft = read(self.config, self.base, self.where, only, watch)
         draft.check()

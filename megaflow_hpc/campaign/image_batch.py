@@ -279,6 +279,7 @@ def main(argv: Sequence[str]) -> int:
 
     An image that fails is a result, which whoever waits reads: Slurm is not to call the element failed for it.
     """
+    RunDir(argv[0]).check_ours()
     batch = Batch.read(Path(argv[0]))
     at_once = int(os.environ.get("SLURM_CPUS_PER_TASK") or 1)
     memory = os.environ.get("SLURM_MEM_PER_NODE", "")

@@ -188,6 +188,7 @@ def waiting_servers(
 def main(path: str) -> int:
     """Prints how many pods of the run at ``path`` run or are queued."""
     run = RunDir(path)
+    run.check_ours()
     planned = read_run(run)
     jobs = LiveJobs(run, planned.config, planned, Ledger(run))
     pods = jobs.live_pods() if jobs.ids("pods") else None  # those queued by hand are known once they have started

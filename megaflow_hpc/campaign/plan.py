@@ -151,8 +151,7 @@ def write(
     Returns:
         The directories that were not there before: RUN and those above it.
     """
-    if run.run_json.exists():
-        raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
+    check_new(run)
     (watch or Silent()).step(f"taking digests of the files of {len(plan.tasks)} tasks")
     plan = replace(plan, tasks=fixed(plan.tasks))
     missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
@@ -168,9 +167,10 @@ def write(
 
 
 def check_new(run: RunDir) -> None:
-    """Raises :class:`ConfigError` for a run directory that was planned before."""
+    """Raises :class:`ConfigError` for a run directory that was planned before, or that others could replace."""
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
+    run.check_place()
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:

@@ -259,7 +259,7 @@ class Run:
         """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
         if resolve_launcher("auto") != "slurm":
             raise SiteError("scale adds and removes jobs of Slurm, which is not here")
-        self.dir.check_ours()
+        self.dir.check_ours(to_run=True)
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
@@ -312,7 +312,7 @@ class Run:
                 is of another minor version, or it was removed in part.
             SiteError: Slurm cannot say which pods are gone; nothing was changed.
         """
-        self.dir.check_ours()
+        self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
         chosen = resolve_launcher(launcher)

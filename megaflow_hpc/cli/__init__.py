@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from megaflow_hpc.cli import confined
 from megaflow_hpc.cli.output import LogFormatter, note
 from megaflow_hpc.cli.parser import CommandParser, Parser
 from megaflow_hpc.cli.verb import add_json
@@ -127,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser(words).parse_args(words)
         if arguments.json and arguments.no_json:
             arguments.no_json.error("--json: this verb prints no JSON")
-        status = _carry_out(arguments)
+        status = confined.carry_out(arguments, _carry_out)
     except SystemExit as ended:  # help, the version, or a wrong word: argparse has said all
         status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except KeyboardInterrupt:

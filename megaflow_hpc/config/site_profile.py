@@ -9,7 +9,8 @@ the directories of ``MEGAFLOW_PROFILES``::
 
 Mappings are merged key by key, and the campaign's keys win; lists are taken whole. ``model`` completes every model that
 the campaign has, and makes none. Relative paths are relative to the campaign file, as everywhere: a profile names
-absolute ones. It may hold lines of shell for jobs (``slurm.setup``), so one that everybody can write to is refused.
+absolute ones. It may hold lines of shell for jobs (``slurm.setup``), so one is refused that somebody else than the
+user, root and the owner of its directory could change.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import yaml
 from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
 from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.host.private import who_may_replace
 
 VARIABLE = "MEGAFLOW_PROFILES"
 SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "limits", "quotas")
@@ -72,8 +74,9 @@ def find(name: str, place: str) -> Profile:
         there = f"there are: {', '.join(close)}" if close else f"write {directories()[0]}/{name}.yaml"
         looked = " and ".join(map(str, directories()))
         raise ConfigError(f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}); {there}")
-    if path.stat().st_mode & 0o002:
-        raise ConfigError(f"{path}: everybody may write to this site profile, which holds shell; chmod o-w {path}")
+    # The owner of a directory that the user has named may give them profiles, and nobody else.
+    if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
+        raise ConfigError(why)
     fields, node = read_yaml(path)
     if not isinstance(fields, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: holds no sections; a site profile is YAML such as slurm: {{account: NAME}}")

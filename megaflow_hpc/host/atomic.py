@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -28,6 +29,30 @@ def make_directory(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
         if file_mode(path.parent) == 0o640:
             path.chmod(0o2750)
+
+
+@contextlib.contextmanager
+def without_links(folder: Path) -> Iterator[Path]:
+    """Opens a directory, made if it does not exist, and yields a path that stays that of the open directory.
+
+    A run directory may come from another user, with a link in the place of a directory that is written to.
+
+    Raises:
+        OSError: It is a link, or cannot be opened.
+    """
+    if not folder.is_symlink():
+        make_directory(folder)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(folder)) from None
+        raise error
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+        file_mode.cache_clear()  # the next directory may get this number
 
 
 def write_atomic(

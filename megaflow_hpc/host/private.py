@@ -7,11 +7,13 @@ import os
 import stat
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.process import user_name
 
 _TURN_S = 5.0
 """Wait for our own processes that are choosing a name; whoever else holds the lock delays us by no more."""
@@ -36,6 +38,76 @@ def open_to_others(path: Path) -> str:
     if found.st_mode & 0o077:
         return f"others may read it (mode {stat.S_IMODE(found.st_mode):04o}); chmod 600 {path}, and think of a new key"
     return ""
+
+
+_MOST_LINKS = 40
+
+
+def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what: str = "it") -> str:
+    """Returns who else could change ``path``, or put something else in its place; empty if nobody could.
+
+    Every component of the path is checked, links included: it must belong to this user, to root or to ``owner``, and
+    its group and others must not be allowed to write to it. In a directory above ``path`` they may, if it has the
+    sticky bit: then nobody renames what belongs to others. What is missing is taken for something that this user makes.
+
+    Args:
+        path: A file or directory.
+        owner: Another user who is trusted with it, such as the one who keeps a group's image store.
+        what: What ``path`` is, for the message.
+
+    Returns:
+        The component, what is wrong with it, and the remedy.
+    """
+    # In a user namespace without root, the owner of the root directory is who root is outside of it.
+    trusted = {0, os.getuid(), os.stat("/").st_uid} | ({owner} if owner is not None else set())
+    waiting = deque(os.path.join(os.getcwd(), path).split("/"))
+    here, links = "/", 0
+    while True:
+        while waiting and waiting[0] in ("", "."):
+            waiting.popleft()
+        if waiting and waiting[0] == "..":
+            waiting.popleft()
+            here = os.path.dirname(here)
+            continue
+        try:
+            found = os.lstat(here)
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        kind = "a link, which" if stat.S_ISLNK(found.st_mode) else "it"
+        if found.st_uid not in trusted:
+            return f"{here}: {kind} belongs to {user_name(found.st_uid)}, who can replace it; use another directory"
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _MOST_LINKS:
+                return f"{here}: too many links"
+            target = os.readlink(here)
+            waiting.extendleft(reversed(target.split("/")))
+            here = "/" if target.startswith("/") else os.path.dirname(here)
+            continue
+        if found.st_mode & 0o022 and not (waiting and found.st_mode & stat.S_ISVTX):
+            return _open_to(here, found, "this directory" if waiting else what)
+        if not waiting:
+            return ""
+        here = os.path.join(here, waiting.popleft())
+
+
+def _open_to(path: str, found: os.stat_result, what: str) -> str:
+    """Says who may write to a file or directory, and how to change that."""
+    open_bits = found.st_mode & 0o022
+    who = "its group" if open_bits == 0o020 else "everybody"
+    change = {0o020: "g-w", 0o002: "o-w"}.get(open_bits, "o-w,g-w")
+    remedy = f"chmod {change} {path}"
+    if found.st_uid != os.getuid():
+        remedy = f"ask {user_name(found.st_uid)} for {remedy}"
+    mode = stat.S_IMODE(found.st_mode)
+    return f"{path}: {who} may write to {what}; {remedy}, or use another place (it has mode {mode:04o})"
+
+
+def make_parents(path: Path) -> None:
+    """Makes the directories above ``path`` that are missing, writable by this user alone whatever the umask."""
+    for parent in reversed(path.parents):
+        if not parent.exists():
+            parent.mkdir(mode=0o755, exist_ok=True)
 
 
 def private_directory(path: Path) -> Path:

@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     status = 1
     try:
+        run.check_ours()
         rank, size = world_hint()
         status = _alone(run) if size == 1 else _rank(run, rank, size)
     except MegaflowError as error:

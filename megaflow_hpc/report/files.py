@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import make_directory, to_json, write_atomic
+from megaflow_hpc.host.atomic import to_json, without_links, write_atomic
 from megaflow_hpc.report import prometheus
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.charts.pictures import pictures
@@ -51,24 +51,23 @@ def write_report(
     charts = charts_of(figures, bars, differences)
     written: list[Path] = []
 
-    def put(name: str, data: bytes | str) -> None:
-        write_atomic(folder / name, data)
-        written.append(folder / name)
-
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        make_directory(folder)
-        told = {"runs": to_builtins(figures), "comparison": to_builtins(differences)}
-        put("figures.json", to_json(told))
-        for name, data in pictures(charts) if with_pictures else ():
-            say(f"report: {name}")
-            put(name, data)
-        say("report: index.html")
-        put("index.html", page(runs, charts, differences, wanted))
+        with without_links(folder) as place:
+
+            def put(name: str, data: bytes | str) -> None:
+                write_atomic(place / name, data)
+                written.append(folder / name)
+
+            told = {"runs": to_builtins(figures), "comparison": to_builtins(differences)}
+            put("figures.json", to_json(told))
+            for name, data in pictures(charts) if with_pictures else ():
+                say(f"report: {name}")
+                put(name, data)
+            say("report: index.html")
+            put("index.html", page(runs, charts, differences, wanted))
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or folder}: cannot be written ({error.strerror}); name another directory with -o"
-        ) from None
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); name another directory with -o") from None
     return written
 
 

@@ -28,6 +28,7 @@ import msgspec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic, write_json
 from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.host.private import who_may_replace
 from megaflow_hpc.host.process import user_name
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership, read
 from megaflow_hpc.rundir.layout import RunDir
@@ -92,9 +93,12 @@ class EnginePool:
         """Returns the number of servers by policy.
 
         Raises:
-            ConfigError: It is no pool, or this user may not use it.
+            ConfigError: It is no pool, this user may not use it, or others than its owner could have replaced it: they
+                would read every prompt.
         """
         try:
+            if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):
+                raise ConfigError(why)
             return dict(json.loads(read_regular(self.path / "about.json"))["policies"])
         except (OSError, ValueError, KeyError) as error:
             why = getattr(error, "strerror", None) or "it is damaged"

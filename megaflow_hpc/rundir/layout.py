@@ -37,6 +37,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory
+from megaflow_hpc.host.private import make_parents, who_may_replace
 from megaflow_hpc.host.process import user_name
 
 
@@ -75,8 +76,13 @@ class RunDir:
         return str(self.path)
 
     def create(self, share: str = "user") -> None:
-        """Makes the directory and those in it; with ``share="group"`` its group may read them."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Makes the directory and those in it; with ``share="group"`` its group may read them.
+
+        Raises:
+            ConfigError: Another user may write to a directory above it.
+        """
+        make_parents(self.path)
+        self.check_place()
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.endpoints.mkdir(mode=0o700, exist_ok=True)
         if share == "group":
@@ -85,15 +91,38 @@ class RunDir:
         for room in ("tasks", "ledger", "weights", "journal", "shards", "events", "logs", "report"):
             make_directory(self.path / room)
 
-    def check_ours(self) -> None:
-        """Checks that the run directory is this user's.
+    def check_ours(self, to_run: bool = False) -> None:
+        """Checks that the run directory is this user's, and that what is written in it stays in it.
+
+        Args:
+            to_run: Jobs will run what is in it: also :meth:`check_place`.
 
         Raises:
-            ConfigError: It is another user's, who alone may change it.
+            ConfigError: It is another user's, who alone may change it; or it was unpacked from an archive in which
+                directories are links.
         """
-        owner = self.path.stat().st_uid
+        try:
+            owner = self.path.stat().st_uid
+        except FileNotFoundError:
+            return  # who reads it says so
         if os.getuid() not in (owner, 0):
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
+        for room in (self.tasks, self.ledger, self.endpoints, self.shards, self.partial, self.events, self.live):
+            if room.is_symlink():
+                raise ConfigError(f"{room}: it is a link, which is not followed; put the directory itself there")
+        if to_run:
+            self.check_place()
+
+    def check_place(self) -> None:
+        """Checks that no other user could put something else in the place of the run directory.
+
+        Jobs run what is in it, long after it was planned.
+
+        Raises:
+            ConfigError: Names the directory that others may write to, and the remedy.
+        """
+        if why := who_may_replace(self.path):
+            raise ConfigError(f"run directory {self.path}: {why}; jobs run what they find there")
 
     def block(self, number: int) -> Path:
         """Returns the file of a block of rollouts."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from megaflow_hpc.host.atomic import make_directory, write_atomic
+from megaflow_hpc.host.atomic import without_links, write_atomic
 from megaflow_hpc.host.files import open_regular, remove_tree
 from megaflow_hpc.rundir.events import Count, Number
 from megaflow_hpc.rundir.layout import RunDir
@@ -118,10 +118,10 @@ class LiveFiles:
         """
         if self._folder.parent.stat().st_uid != os.getuid():  # root may write, and its files would be in the way
             raise PermissionError(errno.EPERM, "pods are asked by the run's owner alone")
-        make_directory(self._folder)
         self._counter += 1
         said = Ask(counter=self._counter, rollouts=rollouts[:MOST_ROLLOUTS], transcript=transcript)
-        write_atomic(self._folder / self._own, msgspec.json.encode(said))
+        with without_links(self._folder) as folder:
+            write_atomic(folder / self._own, msgspec.json.encode(said))
 
     def leave(self) -> None:
         """Asks for nothing any more. Raises OSError."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.atomic import without_links, write_json
 from megaflow_hpc.slurm.accounting import LIVE
 from megaflow_hpc.slurm.ids import array_of, by_cluster, named, on
 from megaflow_hpc.slurm.site import ask
@@ -76,7 +76,8 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
         final |= {job: starts for job, starts in said.items() if job not in open_}
     if kept is not None and final:
         with suppress(OSError):  # another user's run, or a full disk
-            write_json(kept, msgspec.to_builtins(_read(kept) | final))
+            with without_links(kept.parent) as folder:
+                write_json(folder / kept.name, msgspec.to_builtins(_read(kept) | final))
     every = known | found
     return [start for job in job_ids for start in every.get(job, ())]
 

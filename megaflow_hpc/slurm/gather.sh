@@ -1,5 +1,5 @@
 # After the pods: one self-contained trajectories.h5; engines that remain are cancelled.
 RUN=@RUN@
-. "$RUN/env.sh"
+@OWN@
 set -u
 exec "$MEGAFLOW_PYTHON" -m megaflow_hpc gather "$RUN" @ARGUMENTS@

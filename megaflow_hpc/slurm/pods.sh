@@ -1,7 +1,7 @@
 # The batch shell is the supervisor outside the MPI world: it alone is signalled, it asks rank 0 to drain, and it
 # requeues the element when the pod ended without being done.
 RUN=@RUN@
-. "$RUN/env.sh"
+@OWN@
 set -u
 
 # What killed pods of ours left on this node goes first. Our private directory bears this very process's name.

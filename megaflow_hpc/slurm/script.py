@@ -2,7 +2,7 @@
 
 ``--dry-run`` prints exactly what is submitted, and the scripts under ``sbatch/`` are this function's output for no
 campaign at all, so that the by-hand way and the automatic one run the same lines. The bodies are ``pods.sh``,
-``servers.sh``, ``trainer.sh``, ``gather.sh`` and ``images.sh`` beside this module.
+``servers.sh``, ``trainer.sh``, ``gather.sh`` and ``images.sh`` beside this module; each begins with ``own.sh``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def script(job: Job) -> str:
     ]
     for engine in job.engines:
         lines += ["#SBATCH hetjob", *(f"#SBATCH {option(n, v)}" for n, v in engine.items() if v not in (None, False))]
-    body = resources.files("megaflow_hpc.slurm").joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
+    texts = resources.files("megaflow_hpc.slurm")
+    body = texts.joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
+    body = body.replace("@OWN@\n", texts.joinpath("own.sh").read_text(encoding="utf-8"))
     other = "@" + job.cluster if job.cluster else "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
     body = body.replace("@CLUSTER@", other)
     given = '${1:?the run directory that "megaflow-hpc plan" printed}'

@@ -1,6 +1,6 @@
 # One engine server: it registers when healthy, drains on the signal, and leaves when the campaign is finished.
 RUN=@RUN@
-. "$RUN/env.sh"
+@OWN@
 set -u
 
 # Not SLURM_JOB_ID, which for an array's last element names the whole array.

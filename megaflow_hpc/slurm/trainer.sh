@@ -1,7 +1,7 @@
 # The trainer of one policy. Each start goes on from the last commit; it ends when the training does.
 RUN=@RUN@
 policy=@POLICY@
-. "$RUN/env.sh"
+@OWN@
 set -u
 
 ours="$RUN/training/$policy" # what is the policy's
@@ -99,6 +99,7 @@ fi
 
 printf -v MEGAFLOW_ASK_PODS '%q ' "$MEGAFLOW_PYTHON" -m megaflow_hpc.campaign.live_jobs "$RUN"
 export MEGAFLOW_ASK_PODS # for a trainer that waits for some
+[ -O "$RUN" ] && [ -O "$RUN/training/.package" ] || exit 2 # Python runs what is in it
 export PYTHONPATH="$RUN/training/.package${PYTHONPATH:+:$PYTHONPATH}"
 
 # One process for each GPU; one alone opens no port. On one node they meet through files and the loopback; on several by

@@ -89,6 +89,7 @@ class Dataflow:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}")
         self.run = run if isinstance(run, RunDir) else RunDir(run)
+        self.run.check_ours()
         self.record = read_run(self.run)
         planned = self.record.config.training if self.record.campaign else None
         self.config = training or planned or _missing(self.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megaflow_hpc.agents.presets import PACKAGES
 from tests.support.places import LAUNCHERS, ROOT
 
 LIST = LAUNCHERS / "requirements.txt"
@@ -96,3 +99,56 @@ def test_a_file_of_another_content_is_not_installed(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "DO NOT MATCH THE HASHES" in done.stderr
     assert not (tmp_path / "t").exists()
+
+
+def lib(text: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Runs shell text with the functions of the launchers."""
+    whole = f'source "{LAUNCHERS}/lib.sh"; {text}'
+    return subprocess.run(["bash", "-c", whole, "lib", *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_root_installs_only_packages_that_its_own_list_names(tmp_path: Path) -> None:
+    """An ordinary account says what is missing, and can say anything: a path, an option, another package."""
+    package = tmp_path / "evil"
+    (package / "DEBIAN").mkdir(parents=True, mode=0o755)
+    (package / "DEBIAN" / "control").write_text(
+        "Package: evil\nVersion: 1\nArchitecture: all\nMaintainer: x\nDescription: x\n"
+    )
+    evil = tmp_path / "evil.deb"
+    subprocess.run(["dpkg-deb", "-b", package, evil], check=True, capture_output=True)
+    asked = [evil, "./evil.deb", "-oDPkg::Pre-Invoke::=id", "git=1", "git/sid", "git-", "gi.", "bash", "openssh-server"]
+    # In the place of "env" or "sudo -n", echo prints what root would run.
+    for names in (asked, [*asked, "git", "uidmap"]):
+        done = lib('LOGS=$1; install_packages echo "$2"', tmp_path, "\n".join(map(str, names)))
+        assert done.returncode == 0, done.stderr
+        assert "not installed" in done.stderr
+    ran = (tmp_path / "apt-get.log").read_text().split()
+    assert ran[ran.index("--") + 1 :] == ["git", "uidmap"]
+
+
+def test_the_list_has_everything_that_a_machine_could_lack(tmp_path: Path) -> None:
+    lacking = lib("MEGAFLOW_SITE=0 MACHINE_PATH=/nowhere PREFIX=/nowhere; have() { false; }; missing_packages root")
+    assert lacking.returncode == 0, lacking.stderr
+    assert "slurmctld" in lacking.stdout
+    assert set(lacking.stdout.split()) <= set(lib("listed_packages").stdout.split())
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_programs_of_agents_are_locked_with_hashes_for_any_registry(name: str) -> None:
+    folder = LAUNCHERS / "agents" / name
+    package, _, version = PACKAGES[name].rpartition("@")
+    assert json.loads((folder / "package.json").read_text()) == {"dependencies": {package: version}}
+    locked = json.loads((folder / "package-lock.json").read_text())["packages"]
+    assert locked.pop("")["dependencies"] == {package: version}
+    assert locked[f"node_modules/{package}"]["version"] == version
+    assert all(re.match(r"sha512-[A-Za-z0-9+/]{86}==$", found["integrity"]) for found in locked.values())
+    assert not any("resolved" in found for found in locked.values())
+
+
+def test_no_script_of_a_package_is_run_when_agents_are_installed() -> None:
+    text = (LAUNCHERS / "agents.sh").read_text()
+    calls = re.findall(r"npm-cli\.js.*?(?=\n\S|\n  rm)", text, re.DOTALL)
+    assert len(calls) == 1
+    assert "--ignore-scripts" in calls[0]
+    assert re.findall(r'^ +npm "\$name" (\w+)', text, re.MULTILINE) == ["install", "ci"]  # of them the first only locks
+    assert "--package-lock-only" in text

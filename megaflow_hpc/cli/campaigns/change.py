@@ -100,6 +100,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     with under_way(f"reading {arguments.run_dir}"):
         run = Run(arguments.run_dir)
+        run.dir.check_ours()
         status = run.status()
     for line in [*unstarted_lines(status), *status["warnings"]]:
         note(line)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
     from megaflow_hpc.trajectories.reading.sources import SequenceView
     from megaflow_hpc.trajectories.reading.store import TrajectoryStore
-    from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
+Pieces = dict[int, str]
+"""Texts of token ids."""
 HEAD, TAIL = 96, 32
 """Tokens printed of a longer run's beginning and end unless ``--full``."""
 WIDTH = 110
@@ -44,11 +45,12 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
     """
     from rich.text import Text
 
-    known: dict[str, Vocabulary | None] = {}
+    known: dict[str, Pieces | None] = {}
     sequences = row.sequences
     for number, sequence in enumerate(sequences):
         if sequence.policy not in known:
-            known[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
+            ids = {token for each in sequences if each.policy == sequence.policy for token in each.tokens.tolist()}
+            known[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer, ids)
             yield Text(f"\npolicy {printable(sequence.policy)}: {source}", style="dim")
         yield Text(f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold")
         yield from _runs(sequence, known[sequence.policy], full)
@@ -59,23 +61,23 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
         yield scale
 
 
-def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
-    """Returns the vocabulary of a policy, if there is one, and a note on its origin."""
+def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None, ids: set[int]) -> tuple[Pieces | None, str]:
+    """Returns the texts of the ids of a policy, if there is a tokenizer, and a note on its origin."""
     from megaflow_hpc.errors import ConfigError
-    from megaflow_hpc.trajectories.reading.vocabulary import find, load
+    from megaflow_hpc.trajectories.reading.vocabulary import find, pieces
 
     if tokenizer is not None:
-        return load(Path(tokenizer)), f"ids read with {tokenizer}"
+        return pieces(Path(tokenizer), ids), f"ids read with {tokenizer}"
     path = find(store.path, store.versions.get("models") or {}, policy)
     if path is None:
         return None, "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH"
     try:
-        return load(path), f"ids read with {path}"
+        return pieces(path, ids), f"ids read with {path}"
     except ConfigError as error:
         return None, f"ids only: {error}"
 
 
-def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> Iterator[Text]:
+def _runs(sequence: SequenceView, vocabulary: Pieces | None, full: bool) -> Iterator[Text]:
     from rich.text import Text
 
     columns = (sequence.loss_mask.tolist(), sequence.weight_versions.tolist())
@@ -94,7 +96,7 @@ def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> 
         start = end
 
 
-def _lines(sequence: SequenceView, places: list[int], mask: bool, vocabulary: Vocabulary | None) -> Iterator[Text]:
+def _lines(sequence: SequenceView, places: list[int], mask: bool, vocabulary: Pieces | None) -> Iterator[Text]:
     from rich.text import Text
 
     line = Text("   ")
@@ -102,7 +104,7 @@ def _lines(sequence: SequenceView, places: list[int], mask: bool, vocabulary: Vo
         token, logprob = int(sequence.tokens[place]), float(sequence.logprobs[place])
         cell = f" {token}:{logprob:.4f}" if mask else f" {token}"
         if vocabulary is not None:
-            cell += f" {_quoted(vocabulary.piece(token))} "
+            cell += f" {_quoted(vocabulary.get(token, ''))} "
         if len(line) + len(cell) > WIDTH and len(line) > 3:
             yield line
             line = Text("   ")

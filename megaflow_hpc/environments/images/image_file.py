@@ -118,19 +118,16 @@ def stamp(path: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def read_checked(facts: ImageFacts, target: Path | None) -> None:
-    """Reads an image once, writes it to ``target`` if there is one, and compares its digest with its name."""
+def read_checked(facts: ImageFacts, target: Path) -> None:
+    """Copies an image to ``target`` in one reading, and compares the digest of what was copied with the image's name.
+
+    Only the copy is what the digest says: the owner of a store may change the file itself at any time.
+    """
     digest = hashlib.sha256()
-    with open(facts.path, "rb", buffering=0) as reader:
-        writer = open(target, "wb", buffering=0) if target else None  # noqa: SIM115
-        try:
-            while chunk := reader.read(1 << 22):
-                digest.update(chunk)
-                if writer:
-                    writer.write(chunk)
-        finally:
-            if writer:
-                writer.close()
+    with open(facts.path, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:
+        while chunk := reader.read(1 << 22):
+            digest.update(chunk)
+            writer.write(chunk)
     if facts.digest and digest.hexdigest() != facts.digest:
         raise SandboxError(
             f"{facts.path}: its content has the digest {digest.hexdigest()}, not the one in its name: it was damaged "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.private import who_may_replace
 
 ASK_S = 5.0
 _KIB = 1024
@@ -26,6 +27,8 @@ _KIB = 1024
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
 """Directories, separated by colons; the first is the one written to."""
 
+ROOMS = ("sha256", "names", "layers", "steps", "work")
+"""Directories of a store."""
 PLACES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
 """Variables by which sites name directories for large files that every node sees."""
 ROOMY_BYTES, ROOMY_INODES = 20e9, 50_000
@@ -170,10 +173,15 @@ def check_room(store: Path) -> None:
 
 
 def check_safe(root: Path) -> None:
-    """Refuses a store into which anybody may have put something; raises :class:`SiteError`."""
+    """Refuses a store that somebody else than its owner could have changed.
+
+    Raises:
+        SiteError: names the directory that others may write to, and the remedy.
+    """
     try:
-        mode = root.stat().st_mode
+        owner = root.stat().st_uid
     except OSError:
         return
-    if mode & 0o002:
-        raise SiteError(f"{root}: everybody may write to this image store; chmod o-w {root}, or use another one")
+    for place in (root, *(root / name for name in ROOMS)):
+        if why := who_may_replace(place, owner, "this image store"):
+            raise SiteError(why)

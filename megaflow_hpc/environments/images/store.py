@@ -27,9 +27,10 @@ from pathlib import Path
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.notes import abandoned, link_note, locked, read_note, sweep, workplace, write_note
-from megaflow_hpc.environments.images.room import VARIABLE, check_room, check_safe, default_stores
+from megaflow_hpc.environments.images.room import ROOMS, VARIABLE, check_room, check_safe, default_stores
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
+from megaflow_hpc.host.private import make_parents
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,10 @@ class ImageStore:
                 f"ask its owner to run megaflow-hpc images build, or put a store of yours before it: {remedy}"
             )
         check_room(self.root)
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_parents(self.root)
+        self.root.mkdir(mode=0o700, exist_ok=True)
         mode = self.root.stat().st_mode & 0o7777
-        for name in ("sha256", "names", "layers", "steps", "work"):
+        for name in ROOMS:
             place = self.root / name
             if not place.is_dir():
                 place.mkdir(exist_ok=True)

@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_limit()
     try:
         run = RunDir(arguments.run)
+        run.check_ours()
         planned = read_run(run)
         what = assignment(planned.servers, index, arguments.policy)
         pool = planned.campaign.get("pool")

@@ -218,8 +218,16 @@ def load(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     try:
-        causal = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], local_files_only=True)
+        # Left out, transformers would ask on a terminal whether it may run code of the model's.
+        causal = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{source}: its config.json names Python code of its own (auto_map), which is not run; train a model "
+                "that transformers has a class for"
+            ) from None
         raise ConfigError(f"{source}: is not loaded as a causal language model: {error}") from None
     for parameter in causal.parameters():
         parameter.data = parameter.data.clone()  # they are views of the mapped file, which others may replace

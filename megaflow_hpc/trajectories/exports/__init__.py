@@ -7,6 +7,7 @@ The verbs ``export`` and ``import`` call it, and users do.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import without_links
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.sources import Flat
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
@@ -102,15 +104,22 @@ def export(
     if not len(numbers):
         chosen = f" for which {where!r} holds" if where else ""
         raise ConfigError(f"{store.path}: no trajectory{chosen} among {len(store)}; nothing was written")
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     written = {}
-    for name, module in modules.items():
+    try:
+        with without_links(directory) as place:
+            for name, module in modules.items():
 
-        def tell(done: int, total: int, name: str = name) -> None:
-            if progress is not None:
-                progress(name, done, total)
+                def tell(done: int, total: int, name: str = name) -> None:
+                    if progress is not None:
+                        progress(name, done, total)
 
-        written[name] = module.write(Job(store, numbers, directory, compress, tell, warn))
+                made = module.write(Job(store, numbers, place, compress, tell, warn))
+                written[name] = [directory / path.relative_to(place) for path in made]
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(f"{directory}: {error.strerror}; name another directory with -o") from None
     return written
 
 

@@ -12,18 +12,30 @@ elsewhere, the model's directory is used if it is still at the campaign's path.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host import child
+from megaflow_hpc.host.apptainer import clean_environment
+from megaflow_hpc.host.child import Limits, confine
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
+MOST_BYTES = 128 << 20
+"""Bytes of a ``tokenizer.json``; the largest known has 33 MB."""
+MOST_CHARACTERS = 1000
+"""Characters of a piece that are shown."""
+LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, file_bytes=0)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -71,10 +83,51 @@ def load(path: Path) -> Vocabulary:
     """
     path = path / FILE if path.is_dir() else path
     try:
-        data = read_regular(path)
-        return Vocabulary(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
-    except (OSError, EOFError, ValueError) as error:
+        data = read_regular(path, MOST_BYTES)
+        if data[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+                data = packed.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise ValueError(f"it unpacks to more than {MOST_BYTES >> 20} MiB")
+        return Vocabulary(json.loads(data))
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ConfigError(f"{path}: no {FILE} to read token ids with ({error})") from error
+
+
+def pieces(path: Path, ids: Iterable[int]) -> dict[int, str]:
+    """Returns the texts of token ids by a ``tokenizer.json``, which is read in a process with limits.
+
+    Raises:
+        ConfigError: As of :func:`load`, or because reading it takes more than :data:`LIMITS`.
+    """
+    done = subprocess.run(
+        [*child.argv_of(sys.modules[__name__]), os.path.abspath(path)],
+        input=json.dumps(sorted({int(token) for token in ids})).encode(),
+        capture_output=True,
+        env=clean_environment(),
+        cwd="/",
+        check=False,
+    )
+    if done.returncode == ConfigError.exit_status:
+        raise ConfigError(done.stdout.decode("utf-8", "surrogateescape"))
+    if done.returncode:
+        most = f"{LIMITS.memory_bytes >> 30} GiB of memory and {LIMITS.cpu_s} s of CPU time"
+        raise ConfigError(f"{path}: no {FILE} to read token ids with (reading it takes more than {most}, or failed)")
+    return {int(token): text for token, text in json.loads(done.stdout).items()}
+
+
+def main() -> None:
+    """Prints the pieces of the ids on standard input as JSON; its argument is the file."""
+    confine(LIMITS)
+    try:
+        vocabulary = load(Path(sys.argv[1]))
+        found = {token: vocabulary.piece(token)[:MOST_CHARACTERS] for token in json.load(sys.stdin)}
+        sys.stdout.write(json.dumps(found))
+    except ConfigError as error:
+        sys.stdout.buffer.write(str(error).encode("utf-8", "surrogateescape"))
+        sys.exit(error.exit_status)
+    except MemoryError:
+        os._exit(1)
 
 
 def kept(run: RunDir, policy: str) -> Path:

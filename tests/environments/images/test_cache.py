@@ -12,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.images.cache import parts
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
 from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.images.image_file import ImageFacts
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import ConfigError, SandboxError
@@ -84,6 +87,30 @@ def test_a_changed_image_is_refused_by_its_digest(images: list[str], open_cache:
         with pytest.raises(SandboxError, match=r"has the digest [0-9a-f]{64}, not the one in its name.*images prune"):
             open_cache().acquire(images[0], form)
     assert here(open_cache(), images) == []
+
+
+@pytest.mark.parametrize("form", ["sif", "tree"])
+def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
+    form: str, images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a store can replace a file at any instant, with the same size and time of change."""
+    cache, compare = open_cache(), parts.read_checked
+    before = os.stat(images[0])
+
+    def compare_and_replace(facts: ImageFacts, *rest: Any) -> None:
+        compare(facts, *rest)
+        os.replace(images[1], images[0])
+        os.truncate(images[0], before.st_size)
+        os.utime(images[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    os.chmod(images[1], 0o644)
+    monkeypatch.setattr(parts, "read_checked", compare_and_replace)
+    found = cache.acquire(images[0], form)
+    if form == "tree":
+        assert Path(found.path, "etc", "number").read_text().strip() == "0"
+        assert sorted(os.listdir(Path(found.path).parent)) == ["entry.json", "rootfs"]
+    else:
+        assert digest_of(found.path) == Path(images[0]).stem
 
 
 def test_a_truncated_image_is_refused_by_its_header(images: list[str], open_cache: Callable[..., ImageCache]) -> None:

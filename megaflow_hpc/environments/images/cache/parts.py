@@ -116,15 +116,18 @@ def _copy(facts: ImageFacts, place: Path) -> int:
 
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     before = stamp(facts.path)
-    if facts.digest:
-        read_checked(facts, None)  # what is unpacked next is read from memory, where there is enough
+    source = Path(facts.path)
+    if facts.digest:  # what is unpacked is what was compared with the digest: a private copy, that nobody changes
+        source = target.with_name("image.sif")
+        read_checked(facts, source)
     try:
-        partition = sif.Partition(facts.squashfs_offset, facts.bytes - facts.squashfs_offset, facts.inodes)
-        if not sif.unpack(Path(facts.path), target, partition):
-            build(apptainer, target, facts.path, "--sandbox", "--fix-perms", timeout_s=1800)
+        if not sif.unpack(source, target, sif.system_partition(source)):
+            build(apptainer, target, str(source), "--sandbox", "--fix-perms", timeout_s=1800)
     except SiteError as error:
         raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
-    if stamp(facts.path) != before:
+    if facts.digest:
+        source.unlink()
+    elif stamp(facts.path) != before:
         raise SandboxError(f"{facts.path}: was replaced while it was being unpacked; start again")
     return facts.bytes
 

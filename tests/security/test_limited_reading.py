@@ -1,0 +1,189 @@
+"""Files of others that take much to read: a process of its own reads them, with limits, and says so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import Campaign
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.child import Limits, run_confined
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories import gather
+from megaflow_hpc.trajectories.reading.vocabulary import kept, load, pieces
+from tests.support.campaigns import Make, cli
+from tests.support.samples import commit, trajectory
+from tests.support.second_user import COMMAND, as_second_user
+
+MB = 1 << 20
+HEAD = '{"model":{"vocab":{"a":1}},"added_tokens":[],"x":'
+
+
+def bomb(path: Path, *parts: tuple[bytes, int]) -> None:
+    """Writes a gzip file of a few megabytes: each part so many times."""
+    path.parent.mkdir(exist_ok=True)
+    with gzip.open(path, "wb", 1) as file:
+        for text, times in parts:
+            for _ in range(times):
+                file.write(text)
+
+
+BOMBS: dict[str, tuple[tuple[bytes, int], ...]] = {
+    "one long text": ((HEAD.encode() + b'"', 1), (b"a" * 4 * MB, 350), (b'"}', 1)),
+    "many lists": ((HEAD.encode() + b"[", 1), (b"[]," * MB, 30), (b"[]]}", 1)),
+    "deep lists": ((HEAD.encode(), 1), (b"[" * MB, 100), (b"]" * MB, 100), (b"}", 1)),
+}
+
+
+@pytest.fixture
+def run(make_campaign: Make, tmp_path: Path) -> RunDir:
+    found = Campaign.from_yaml(make_campaign()).plan(tmp_path / "run", launcher="local").dir
+    commit(found, "a", *((0, 0, trajectory(n)) for n in range(4)))
+    gather(found)
+    return found
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_tokenizer_takes_little_memory_whatever_it_unpacks_to(name: str, run: RunDir) -> None:
+    policy = trajectory(2).sequences[0].policy
+    bomb(kept(run, policy), *BOMBS[name])
+    assert kept(run, policy).stat().st_size < 8 * MB
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    done = cli("show", run, trajectory(2).id, "--tokens", timeout=120)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0  # ids alone, and why
+    assert "ids read with" in done.stdout or "ids only: " in done.stdout
+    assert max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) < 2200 << 10
+
+
+def test_texts_of_ids_are_those_of_the_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    vocabulary = {"▁a": 1, "<0xFF>": 2, "x" * 5000: 3, "\\\n": 4}
+    path.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 9, "content": "<end>"}]}))
+    found = pieces(path, [1, 2, 3, 4, 9, 77])
+    assert found == {1: " a", 2: "\udcff", 3: "x" * 1000, 4: "\\\n", 9: "<end>", 77: ""}
+    assert {token: load(path).piece(token)[:1000] for token in found} == found
+    for wrong in ("{}", "[", '{"model": {"vocab": 7}}'):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: no tokenizer.json")):
+            pieces(path, [1])
+
+
+# --- runs of another user -------------------------------------------------------------------------------------------
+
+
+def given_away(run: RunDir, place: Path) -> Path:
+    """A copy of a run directory that belongs to another user, and that everybody may read."""
+    shutil.copytree(run.path, place / "theirs", symlinks=True)
+    inside = f"chown -R 1000:1000 {place}/theirs && chmod -R a+rX {place}/theirs"
+    subprocess.run([*COMMAND[:4], "sh", "-c", inside], check=True)
+    assert (place / "theirs").stat().st_uid != os.getuid()
+    return place / "theirs"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "2", "--tokens"],
+        ["status"],
+        ["export", "--format", "jsonl,parquet", "-o", "OUT"],
+        ["report", "-o", "OUT"],
+    ],
+    ids=" ".join,
+)
+def test_runs_of_another_user_are_read_as_ones_own(words: list[str], run: RunDir, place: Path, tmp_path: Path) -> None:
+    theirs = given_away(run, place)
+    told = [
+        cli(words[0], path, *(str(tmp_path / f"out{n}") if word == "OUT" else word for word in words[1:]))
+        for n, path in enumerate((run.path, theirs))
+    ]
+    assert [done.returncode for done in told] == [told[0].returncode] * 2, told[1].stderr
+    assert "Traceback" not in told[1].stderr
+    if words[0] == "show":
+        shown = [re.sub(r"\S*/(run|theirs)\b", "RUN", done.stdout) for done in told]
+        assert shown[0] == shown[1]
+
+
+def test_a_run_of_another_user_that_takes_much_memory_ends_with_a_message(run: RunDir, place: Path) -> None:
+    """The limits are lowered to what importing the libraries takes: a file of the size of the real ones takes long."""
+    theirs = given_away(run, place)
+    program = (
+        "import sys; from megaflow_hpc.cli import confined, main; from megaflow_hpc.host.child import Limits; "
+        "confined.LIMITS = Limits(30 << 20, 60, 1 << 20); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "show", str(theirs), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert not done.stdout
+    command[4] = str(run.path)  # one's own is read without limits
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def _use_memory() -> int:
+    return len(bytearray(512 * MB)) and 0
+
+
+def _use_cpu() -> int:
+    end = time.process_time() + 30
+    while time.process_time() < end:
+        pass
+    return 0
+
+
+def _use_network() -> int:
+    try:
+        socket.create_connection(("127.0.0.1", int(os.environ["PORT_OF_TEST"])), timeout=5)
+    except OSError:
+        return 7
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [(_use_memory, -9), (_use_cpu, -9), (_use_network, 7), (lambda: 3, 3)],
+    ids=lambda v: str(v)[:12],
+)
+def test_a_confined_process_has_its_limits(
+    call: Callable[[], int], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("PORT_OF_TEST", str(server.getsockname()[1]))
+        assert run_confined(call, Limits(used + 256 * MB, 2 + int(time.process_time()), MB)) == status
+        if call is _use_network:
+            assert run_confined(call, Limits(used + 256 * MB, 60, MB), network=True) == 0
+
+
+def test_a_confined_process_writes_no_large_file(tmp_path: Path) -> None:
+    def write() -> int:
+        with open(tmp_path / "file", "wb") as file:
+            file.write(bytes(2 * MB))
+        return 0
+
+    assert run_confined(write, Limits(64 << 30, 60, MB)) != 0
+    assert (tmp_path / "file").stat().st_size <= MB
+
+
+def test_a_second_user_reads_what_a_confined_process_of_theirs_may(tmp_path: Path) -> None:
+    """The user namespace, which the network namespace needs, changes nobody's rights."""
+
+    def check() -> int:
+        (tmp_path / "made").write_text("x")
+        return 0 if os.getuid() == os.stat(tmp_path / "made").st_uid == before else 1
+
+    before = os.getuid()
+    assert run_confined(check, Limits(64 << 30, 60, MB)) == 0
+    assert (tmp_path / "made").stat().st_uid == before
+    assert as_second_user("print(1)", None) == 1
