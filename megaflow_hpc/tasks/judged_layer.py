@@ -34,7 +34,8 @@ class JudgedLayer:
     """The layer of one sandbox while its agent is judged.
 
     Args:
-        kept: absolute paths of which every change is kept; ``/`` says that the task has no work directory.
+        kept: absolute paths to which the agent may have written; every change there is kept. ``/`` says that the task
+            has no work directory.
         env: variables of the tests, over those of the spec.
         prepare: called with the layer's paths when the layer has become the tests'.
     """
@@ -108,7 +109,7 @@ class JudgedLayer:
     @property
     def note(self) -> str:
         """Names the agent's changes that the tests did not meet, as a line for the log; empty if there are none."""
-        names = sorted(self._sifted.dropped)
+        names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         return f"\n--- taken from the image again: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
 
@@ -119,8 +120,7 @@ class JudgedLayer:
     def _needs_home(self) -> bool:
         home = self._variables["HOME"].strip("/")
         hidden = f"{home}/." if home else "."
-        covered = any(f"{home}/".startswith(f"{path}/") or path.startswith(hidden) for path in self._kept)
-        return covered and not self._context.as_left
+        return any(f"{home}/".startswith(f"{path}/") or path.startswith(hidden) for path in self._kept)
 
     def _rules(self, image: View | None) -> Rules:
         home = self._variables["HOME"].strip("/")

@@ -222,7 +222,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         SandboxError: the sandbox was lost.
     """
     context = context or VerificationContext()
-    layer = JudgedLayer(sandbox, context, [task.workdir or "/"], {})
+    layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
     if context.fresh or context.as_left:
         await layer.start_when_used()
     else:

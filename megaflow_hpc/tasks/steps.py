@@ -24,17 +24,20 @@ RunAgent = Callable[[int, Task], Awaitable[None]]
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     """Makes a fresh sandbox ready: work and log directories, what the format adds, where a checkout in it stands.
 
+    Ends every process that set-up or a health check left: it could read the agent's key.
+
     Raises:
         SandboxError: it cannot be done; the rollout fails.
     """
     workdir = task.workdir or "/"
     await checkout.remember(sandbox, workdir, make=LOGS)
     if await format_of(task).prepare(task, sandbox):
+        await sandbox.end_processes()
         await checkout.remember(sandbox, workdir)
 
 
 async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
-    """Makes a sandbox ready for one step, under the step's user.
+    """Makes a sandbox ready for one step, under the step's user; ends every process that set-up left.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -45,6 +48,7 @@ async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
         await sandbox.restart(replace(sandbox.spec, user=step.user))
     await found.begin_step(step, sandbox)
     if found.step_name(step):
+        await sandbox.end_processes()
         await checkout.remember_new(sandbox, step.workdir)
 
 

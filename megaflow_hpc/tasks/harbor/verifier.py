@@ -68,7 +68,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         else:
             if context.fresh:
                 check_fresh(task)
-            verdict = await _judge(task, sandbox, context, stay=stay)
+            verdict = await _judge(task, sandbox, context, [] if context.as_left else _kept(task), stay=stay)
     finally:
         await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # what is left is the janitor's
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
@@ -103,14 +103,17 @@ async def _judge_elsewhere(
     try:
         problems = await carry(collected, other)
         there = replace(task, workdir=other.spec.workdir)
-        verdict = await _judge(there, other, replace(context, fresh=True, as_left=False), stay=False)
+        carried = [item.source for item in collected if item.path is not None]
+        verdict = await _judge(there, other, replace(context, fresh=False, as_left=True), carried, stay=False)
         return replace(verdict, output="\n".join([verdict.output, *("not carried over: " + one for one in problems)]))
     finally:
         with suppress(OSError):
             await other.stop()
 
 
-async def _judge(task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool) -> Verdict:
+async def _judge(
+    task: Task, sandbox: ApptainerSandbox, context: VerificationContext, kept: Sequence[str], *, stay: bool
+) -> Verdict:
     data = HarborData.of(task)
     rules = data.verifier
     home = Path(sandbox.directory, "verifier")
@@ -122,7 +125,7 @@ async def _judge(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         for place in ("tests", "logs/verifier") if sources else ("logs/verifier",):
             upperdir.make_way(paths.upper, place)
 
-    layer = JudgedLayer(sandbox, context, _kept(task), rules.env, make_way)
+    layer = JudgedLayer(sandbox, context, kept, rules.env, make_way)
     try:
         await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
