@@ -32,8 +32,8 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     workdir = task.workdir or "/"
     await checkout.remember(sandbox, workdir, make=LOGS)
     if await format_of(task).prepare(task, sandbox):
-        await sandbox.end_processes()
         await checkout.remember(sandbox, workdir)
+        await sandbox.end_processes()
 
 
 async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
@@ -48,8 +48,8 @@ async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
         await sandbox.restart(replace(sandbox.spec, user=step.user))
     await found.begin_step(step, sandbox)
     if found.step_name(step):
-        await sandbox.end_processes()
         await checkout.remember_new(sandbox, step.workdir)
+        await sandbox.end_processes()
 
 
 async def run_steps(
