@@ -35,6 +35,7 @@ from megaflow_hpc.tasks.harbor.data import HarborData, VerifierRules
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.rewards import read_logs, read_rewards
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
+from megaflow_hpc.tasks.masking import Mask
 from megaflow_hpc.types import Network, Task, Verdict
 
 _SHELL = (
@@ -72,7 +73,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     finally:
         await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # what is left is the janitor's
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
-    return replace(verdict, artifacts=[*artifacts, *logs])
+    return Mask(data.verifier.secrets).verdict(replace(verdict, artifacts=[*artifacts, *logs]))
 
 
 def check_fresh(task: Task) -> None:
