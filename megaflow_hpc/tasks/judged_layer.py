@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, Rules, Sifted
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
@@ -87,7 +86,7 @@ class JudgedLayer:
     def enter(self, paths: LayerPaths) -> None:
         """Makes the layer the tests'."""
         if not self._context.as_left:
-            self._sifted = upperdir.sift(paths.upper, paths.image, self._rules(paths.image))
+            self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
             self._taken = upperdir.keep_only(paths.upper, _aside(paths), self._sifted.kept, paths.image)
         self._prepare(paths)
 
@@ -115,23 +114,23 @@ class JudgedLayer:
 
     def _depends(self) -> tuple[bool, Rules | None]:
         """What of the variables decides how the tests' container starts."""
-        return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules(None)
+        return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules()
 
     def _needs_home(self) -> bool:
         home = self._variables["HOME"].strip("/")
         hidden = f"{home}/." if home else "."
         return any(f"{home}/".startswith(f"{path}/") or path.startswith(hidden) for path in self._kept)
 
-    def _rules(self, image: View | None) -> Rules:
+    def _rules(self) -> Rules:
         home = self._variables["HOME"].strip("/")
         loaded = (value for name, value in self._variables.items() if name.endswith("PATH") and name != "PATH")
         return Rules(
-            kept=_resolved(image, self._kept),
+            kept=sorted(set(self._kept)),
             additions=not self._context.fresh,
             everywhere=self._everywhere and not self._context.fresh,
-            programs=_resolved(image, [*PROGRAM_DIRS, *_relative(self._variables.get("PATH", "").split(":"))]),
-            loaded=_resolved(image, _relative(":".join(loaded).split(":"))),
-            home=upperdir.resolved(image, home) if image else home,
+            programs=sorted({*PROGRAM_DIRS, *_relative(self._variables.get("PATH", "").split(":"))}),
+            loaded=sorted(set(_relative(":".join(loaded).split(":")))),
+            home=home,
         )
 
 
@@ -149,11 +148,3 @@ def _relative(paths: Iterable[str]) -> list[str]:
     """The absolute ones of ``paths``, relative to the root, without the root itself."""
     places = (os.path.normpath(path).strip("/") for path in paths if path.startswith("/"))
     return [place for place in places if place]
-
-
-def _resolved(image: View | None, paths: Iterable[str]) -> list[str]:
-    """The paths, and where they lead in the image, sorted."""
-    found = set(paths)
-    if image is not None:
-        found |= {place for path in found if (place := upperdir.resolved(image, path))}
-    return sorted(found)

@@ -45,8 +45,8 @@ def read_judging(
     separate = _read_separate(sections, tests, root, environment, dockerfiles, passed)
     rules = _read_rules(sections, passed if separate else None)
     if separate is not None:
-        place = separate.environment.to_dict()
-        rules = msgspec.structs.replace(rules, environment=place, bundled=separate.bundled, secrets=sorted(passed))
+        own = separate.environment.to_dict()
+        rules = msgspec.structs.replace(rules, environment=own, bundled=separate.bundled, secrets=sorted(passed))
     script = next((directory / SCRIPT for directory in reversed(tests) if (directory / SCRIPT).is_file()), None)
     if script is not None and not rules.bundled:
         TaskFiles(root).require(script)

@@ -59,6 +59,16 @@ class Rules:
         above = [os.path.dirname(place) for place in self.programs if os.path.basename(place) in ("bin", "sbin")]
         return [place for place in (*self.programs, *self.loaded, *above) if place]
 
+    def within(self, image: View) -> Rules:
+        """Returns the rules with the places besides that their paths lead to in an image."""
+
+        def both(paths: Sequence[str]) -> list[str]:
+            return sorted({*paths, *(place for path in paths if (place := _resolved(image, path)))})
+
+        home = _resolved(image, self.home)
+        kept, programs, loaded = both(self.kept), both(self.programs), both(self.loaded)
+        return Rules(kept, self.additions, self.everywhere, programs, loaded, home)
+
     def leads(self, path: str) -> bool:
         """Whether there is a border at or below ``path``: what is in it is sorted one by one."""
         borders = (*self.programs, *self.loaded, self.home)
@@ -79,6 +89,7 @@ class Sifted:
 def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
     """Sorts what a layer has. Where the image cannot be seen, nothing can be told to be an addition."""
     found = Sifted()
+    rules = rules.within(image) if image else rules
     names: set[str] | None = None
     waiting = [""]
     while waiting:
@@ -109,7 +120,7 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
                 found.kept.append(entry)
             elif here in rules.programs and not real:
                 if names is None:
-                    names = {program for place in rules.programs for program in image.names(resolved(image, place))}
+                    names = {program for place in rules.programs for program in image.names(_resolved(image, place))}
                 found.false += [path] if name in names else []
                 (found.kept if rules.additions and name not in names else found.dropped).append(path)
             else:
@@ -229,8 +240,7 @@ def _move(source: Path, target: Path, parts: Sequence[str], image: View | None =
     return True
 
 
-def resolved(image: View, directory: str) -> str:
-    """Returns where a directory of the image leads, links followed."""
+def _resolved(image: View, directory: str) -> str:
     try:
         return image.resolve(directory)
     except OSError:  # links in a circle
