@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 from itertools import pairwise
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megaflow_hpc.types import Network, SandboxMode, Task
+
+Verification = Literal["fresh", "shared", "as-left"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -132,14 +135,20 @@ class EnvironmentConfig(Section):
     nested: bool = False
     """Whether commands may make user namespaces of their own (bubblewrap, containers); limits do not see all of what
     runs there. Default: false."""
-    verification: Literal["shared", "fresh"] = "shared"
-    """``shared``: tests run in the agent's sandbox; ``fresh``: in a new one, with the agent's work directory copied
-    into it."""
+    verification: Verification | None = None
+    """Which of the agent's changes tests meet. ``fresh``: those in the work directory and at declared artifacts;
+    ``shared``: besides, what the agent added outside the system directories; ``as-left``: all, and an agent that
+    replaces programs gets the reward it likes. Default: ``fresh`` for tasks with a work directory, else ``shared``."""
 
     @property
     def network_of_builds(self) -> Literal["none", "host"]:
         """What the steps of Dockerfiles get."""
         return self.build_network or ("host" if self.network == "host" else "none")
+
+    def verification_of(self, task: Task) -> Verification:
+        """Returns how a task is verified: as the campaign says, else by whether the task has a work directory."""
+        has_workdir = os.path.normpath(task.workdir or "/") != "/"
+        return self.verification or ("fresh" if has_workdir else "shared")
 
     def network_of(self, task: Task) -> Network:
         """The narrower of what the campaign gives and the task allows."""

@@ -39,6 +39,8 @@ class VerificationContext:
 
     fresh: bool = False
     """Keep of the agent's changes only the work directory and the declared artifacts."""
+    as_left: bool = False
+    """Keep all of them, false programs too."""
     network: Network | None = None
     """Network of tests that may use one; ``None``: the network that the sandbox has."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None

@@ -45,12 +45,11 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.sandbox.rootfs import upperdir
-from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import LARGEST, TASK_ID, OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.user_code import call, code_of, guarded, origin
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
@@ -217,24 +216,20 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
     return ExecResult(0)
 
 
-async def verify(task: Task, sandbox: ApptainerSandbox, *, fresh: bool = False) -> Verdict:
+async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext | None = None) -> Verdict:
     """Runs ``score`` after every process of the agent has been killed.
-
-    Args:
-        fresh: of the agent's changes only those below the work directory are left.
 
     Raises:
         UserCodeError: ``score`` raised, or gave something that is no reward.
         SandboxError: the sandbox was lost; ``score`` can be called again.
         ModelServiceError: ``score`` raised it; it can be called again.
     """
-
-    def keep_workdir(paths: LayerPaths) -> None:
-        aside = paths.upper.with_name("agent")
-        if not aside.exists():  # else this was done before the first call
-            upperdir.keep_only(paths.upper, aside, [task.workdir or "/"])
-
-    await sandbox.end_processes(keep_workdir if fresh else None)
+    context = context or VerificationContext()
+    layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
+    if context.fresh or context.as_left:
+        await layer.start_when_used()
+    else:
+        await layer.start(sandbox.spec)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
     try:
@@ -283,7 +278,7 @@ class PythonClassFormat(OneStep):
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool
     ) -> Verdict:
-        return await verify(step, sandbox, fresh=context.fresh)
+        return await verify(step, sandbox, context)
 
 
 FORMAT: TaskFormat = PythonClassFormat()

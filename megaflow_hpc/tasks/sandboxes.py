@@ -36,18 +36,20 @@ def sandbox_spec(task: Task, images: Mapping[str, str], environment: Environment
 
 
 def verification_context(
+    task: Task,
     environment: EnvironmentConfig,
     images: Mapping[str, str],
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
 ) -> VerificationContext:
-    """Where and how a campaign verifies.
+    """Where and how a campaign verifies a task.
 
     Args:
         images: image name in the tasks → SIF file or directory.
         start: starts the sandbox of a separate verifier.
     """
     return VerificationContext(
-        fresh=environment.verification == "fresh",
+        fresh=environment.verification_of(task) == "fresh",
+        as_left=environment.verification_of(task) == "as-left",
         network="none" if environment.network == "gateway" else environment.network,
         start=lambda task: start(sandbox_spec(task, images, environment)),
     )

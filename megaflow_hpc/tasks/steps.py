@@ -44,6 +44,8 @@ RunAgent = Callable[[int, Task], Awaitable[None]]
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     """Makes a fresh sandbox ready: work and log directories, what the format adds, where a checkout in it stands.
 
+    Ends every process that set-up or a health check left: it could read the agent's key.
+
     Raises:
         SandboxError: it cannot be done; the rollout fails.
     """
@@ -51,10 +53,11 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     await checkout.remember(sandbox, workdir, make=LOGS)
     if await format_of(task).prepare(task, sandbox):
         await checkout.remember(sandbox, workdir)
+        await sandbox.end_processes()
 
 
 async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
-    """Makes a sandbox ready for one step, under the step's user.
+    """Makes a sandbox ready for one step, under the step's user; ends every process that set-up left.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -66,6 +69,7 @@ async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
     await found.begin_step(step, sandbox)
     if found.step_name(step):
         await checkout.remember_new(sandbox, step.workdir)
+        await sandbox.end_processes()
 
 
 async def run_steps(

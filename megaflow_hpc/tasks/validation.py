@@ -136,7 +136,7 @@ async def _run(
         if result.exit_code:
             raise _SolutionFailed(result.error)
 
-    context = verification_context(environment, images, provider.start)
+    context = verification_context(task, environment, images, provider.start)
     try:
         async with await provider.start(sandbox_spec(task, images, environment)) as sandbox:
             started = time.monotonic()

@@ -157,6 +157,39 @@ def test_no_user_namespace_can_be_made_inside(
     assert lifted.exit_code != 0
 
 
+HOLD = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+makes = lambda: libc.inotify_init1(0), lambda: libc.fanotify_init(0x200, 0)
+print(*(sum(make() >= 0 for _ in range(900)) for make in makes), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("layer", "start"), [("overlay", "apptainer"), ("overlay", "clone"), ("copy", "apptainer")])
+@pytest.mark.parametrize(("user", "nested"), [(None, False), ("agent", False), (None, True)])
+def test_no_sandbox_takes_all_watches_of_the_user(
+    rootfs: str, scratch: Path, user: str | None, nested: bool, layer: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if nested and start == "clone":
+        pytest.skip("a sandbox with namespaces of its own is no clone")
+    monkeypatch.setenv("MEGAFLOW_LAYER", layer)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", start)
+    shown: list[bytes] = []
+
+    async def main() -> None:
+        spec = SandboxSpec(rootfs, user=user, nested=nested)
+        async with ApptainerProvider(scratch) as provider, await provider.start(spec) as sandbox:
+            lifted = await sandbox.exec("echo 900 > /proc/sys/user/max_inotify_instances")
+            assert lifted.exit_code or user  # another uid's own namespace lies below the one that is limited
+            await sandbox.exec(python(HOLD), timeout_s=20, on_output=lambda data: bool(shown.append(data)))
+
+    asyncio.run(main())
+    instances, groups = map(int, shown[0].split())
+    most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
+    assert 0 < instances <= most // 8
+    assert groups <= int(Path("/proc/sys/fs/fanotify/max_user_groups").read_text()) // 8
+
+
 @pytest.mark.usefixtures("_start")
 @pytest.mark.parametrize("user", [None, "agent"])
 def test_a_campaign_may_give_its_sandboxes_namespaces_of_their_own(in_sandbox: InSandbox, user: str | None) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from megaflow_hpc.environments.sandbox.rootfs.upperdir import (
     keep_only,
     make_way,
     put_back,
-    restore_programs,
+    restore,
     revert,
 )
 from megaflow_hpc.errors import ConfigError
@@ -28,6 +30,7 @@ from megaflow_hpc.tasks.harbor.rewards import parse_rewards, read_logs, read_rew
 from megaflow_hpc.tasks.harbor.verifier import check_fresh
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
+from tests.support.cheating import PYTHON_HOLES
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import some_at_a_time
 
@@ -66,8 +69,8 @@ def judge(rootfs: str, scratch: Path, tmp_path: Path) -> Judge:
             async with ApptainerProvider(scratch) as provider:
                 return await verdict_of(
                     provider,
-                    SandboxSpec(rootfs, workdir=task.workdir, **spec),  # type: ignore[arg-type]
-                    task,
+                    SandboxSpec(rootfs, **({"workdir": task.workdir} | spec)),  # type: ignore[arg-type]
+                    replace(task, workdir=spec.get("workdir", task.workdir)),  # type: ignore[arg-type]
                     agent,
                     fresh,
                 )
@@ -113,16 +116,7 @@ HOLES = {
     "every process killed": "kill -9 -1",
 }
 
-
-PYTHON_HOLES = {
-    "a false python": FALSE_PROGRAM + "cp --remove-destination /p /usr/bin/python3",
-    "a sitecustomize": "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'); "
-    "echo 'import os; os._exit(0)' > $d/sitecustomize.py",
-    "a module of the user's": "d=$(python3 -m site --user-site); mkdir -p $d; echo 'import os; os._exit(0)' > $d/x.pth",
-    "a library cache": "echo /evil > /etc/ld.so.conf; mkdir /evil; cp /etc/hostname /evil/libz.so.1; ldconfig",
-    "a link for the work directory": "mkdir /evil; printf 42 > /evil/answer; cd /; rm -rf /app; ln -s /evil /app",
-}
-
+MODES = ("shared", "fresh")
 Side = Callable[[str], Verdict]
 
 
@@ -130,7 +124,8 @@ Side = Callable[[str], Verdict]
 def side_by_side(rootfs: str, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Side:
     """The verdicts on all holes, some at a time: a sandbox each, as the agents of a node have."""
     cases = [(hole, agent, TEST, False) for hole, agent in HOLES.items()]
-    cases += [(hole, agent, PYTHON_TEST, True) for hole, agent in PYTHON_HOLES.items()]
+    for mode in MODES:
+        cases += [(f"{mode}: {hole}", agent, PYTHON_TEST, mode == "fresh") for hole, agent in PYTHON_HOLES.items()]
 
     async def main() -> list[Verdict | BaseException]:
         async with ApptainerProvider(scratch) as provider:
@@ -160,7 +155,7 @@ def test_in_the_agents_sandbox_the_verdict_is_honest(side_by_side: Side, hole: s
 
 def test_what_was_replaced_is_said(side_by_side: Side) -> None:
     verdict = side_by_side("a false bash")
-    assert "taken from the image again: usr/bin/bash" in verdict.output
+    assert re.search(r"taken from the image again: .*\busr/bin/bash\b", verdict.output)
 
 
 def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
@@ -188,7 +183,7 @@ def test_a_false_tool_where_only_this_image_looks_is_taken_out(judge: Judge) -> 
     verdict = judge(agent, "command -v mine\n" + TEST, env={"PATH": path})
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
     assert "/opt/tools/bin/mine" in verdict.output
-    assert "taken from the image again: opt/tools/bin/grep" in verdict.output
+    assert re.search(r"taken from the image again: .*\bopt/tools/bin/grep\b", verdict.output)
 
 
 def test_a_library_cache_leads_no_shell_astray(judge: Judge) -> None:
@@ -199,12 +194,6 @@ def test_a_library_cache_leads_no_shell_astray(judge: Judge) -> None:
     assert "etc/ld.so.cache" in verdict.output
 
 
-def test_an_honest_library_cache_stays(judge: Judge) -> None:
-    agent = f"mkdir /mine; cp {LIB}/libz.so.1 /mine/libmine.so.1; echo /mine > /etc/ld.so.conf.d/a.conf; ldconfig"
-    test = "if grep -q /mine/libz /etc/ld.so.cache; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
-    assert judge(agent, test).reward == 1.0
-
-
 def test_honest_work_counts_even_where_programs_were_added(judge: Judge) -> None:
     agent = (
         "printf '#!/bin/sh\\necho 42\\n' > /usr/local/bin/forty-two; chmod 755 /usr/local/bin/forty-two; mkdir /data"
@@ -213,10 +202,43 @@ def test_honest_work_counts_even_where_programs_were_added(judge: Judge) -> None
     assert judge(agent, test).reward == 1.0
 
 
+def test_honest_work_outside_the_work_directory_counts(judge: Judge) -> None:
+    agent = "mkdir -p /data/deep; echo 7 > /data/deep/x; echo 8 > /root/answer; echo 9 > /srv/new; ln -s deep /data/l"
+    test = "if [ \"$(cat /data/l/x /root/answer /srv/new | tr -d '\\n')\" = 789 ]; then echo 1; else echo 0; fi "
+    assert judge(agent, test + "> /logs/verifier/reward.txt\n").reward == 1.0
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hole", PYTHON_HOLES)
-def test_in_a_fresh_layer_only_the_work_directory_is_the_agents(side_by_side: Side, hole: str) -> None:
-    verdict = side_by_side(hole)
+def test_programs_and_their_settings_are_the_images(side_by_side: Side, mode: str, hole: str) -> None:
+    verdict = side_by_side(f"{mode}: {hole}")
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
+
+
+HOME_HOLES = {
+    "a module of the user's": "d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $d; "
+    "echo 'import os; os._exit(0)' > $d/usercustomize.py",
+    "settings of git": "git config --global core.pager x; touch .gitconfig",
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=MODES)
+def test_tests_have_a_home_of_their_own_if_the_work_directory_is_the_agents_home(judge: Judge, fresh: bool) -> None:
+    agent = "mkdir -p ~/.local; echo x > ~/.bashrc; " + "; ".join(HOME_HOLES.values())
+    test = '[ -z "$(ls -A ~)" ] && touch ~/mine && [ -e /root/.gitconfig ] && echo empty\n' + PYTHON_TEST
+    verdict = judge(agent, test, fresh, workdir="/root")
+    assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
+    assert "empty" in verdict.output
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_task_without_a_work_directory_is_judged_by_all_but_the_system(judge: Judge, answers: bool) -> None:
+    agent = (
+        FALSE_PROGRAM + "cp --remove-destination /p /usr/bin/grep; echo 1 > /var/lib/dpkg/status; echo 42 > /answer; "
+    )
+    test = "cd /; [ $(cat /var/lib/dpkg/status) = 1 ] && touch seen; [ -e seen ] || rm answer\n" + TEST
+    verdict = judge(agent if answers else f"{agent} rm /answer", test, workdir=None)
+    assert (verdict.rewards, verdict.error) == ({"reward": float(answers)}, "")
 
 
 def test_honest_work_counts_in_a_fresh_layer_too(judge: Judge) -> None:
@@ -313,10 +335,13 @@ def test_deletions_as_fuse_overlayfs_marks_them_are_undone(tmp_path: Path) -> No
         (rootfs / "usr/bin").mkdir(parents=True, exist_ok=True)
         (rootfs / "usr/bin" / name).write_text("")
     (upper / "usr/bin").mkdir(parents=True)
-    for name in (".wh..wh..opq", ".wh.bash", "grep", ".wh.python3", "added"):
+    for name in (".wh.bash", "grep", ".wh.python3", "added"):
         (upper / "usr/bin" / name).write_text("")
-    assert restore_programs(upper, View([Tree(str(rootfs))])) == ["usr/bin/bash", "usr/bin/grep"]
-    assert sorted(os.listdir(upper / "usr/bin")) == [".wh.python3", "added"]
+    restore(upper, View([Tree(str(rootfs))]), [])
+    assert sorted(os.listdir(upper / "usr/bin")) == ["added"]
+    (upper / "usr/bin/.wh..wh..opq").write_text("")
+    restore(upper, View([Tree(str(rootfs))]), [])
+    assert not (upper / "usr/bin").exists()
 
 
 def test_a_layer_that_was_set_aside_comes_back_with_what_happened_since(tmp_path: Path) -> None:

@@ -39,10 +39,29 @@ def test_the_later_schema_and_host_variables(tmp_path: Path, monkeypatch: pytest
     network_mode = "public"
     memory_mb = 64
     [environment.env]
-    A = "${TOKEN_OF_TEST}-${ABSENT_OF_TEST:-dflt}"
+    A = "${ABSENT_OF_TEST:-dflt}"
+    [verifier]
+    environment_mode = "separate"
+    [verifier.env]
+    B = "${TOKEN_OF_TEST}-${ABSENT_OF_TEST:-dflt}"
     """
     task = read_harbor_task(write_task(tmp_path, toml=textwrap.dedent(toml)))
-    assert (task.network, task.limits.memory_mb, dict(task.env)) == (None, 64, {"A": "t1-dflt"})
+    assert (task.network, task.limits.memory_mb, dict(task.env)) == (None, 64, {"A": "dflt"})
+    rules = HarborData.of(task).verifier
+    assert (rules.env, rules.secrets) == ({"B": "t1-dflt"}, ["t1"])
+
+
+@pytest.mark.parametrize("section", ["environment", "solution", "verifier"])
+def test_a_variable_of_the_users_goes_to_no_sandbox_in_which_an_agent_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    monkeypatch.setenv("TOKEN_OF_TEST", "t1")
+    monkeypatch.setenv("MEGAFLOW_TASK_ENV", "TOKEN_OF_TEST")
+    toml = f'[environment]\ndocker_image = "i"\n[{section}.env]\nA = "${{TOKEN_OF_TEST:-none}}"\n'
+    with pytest.raises(ConfigError, match=rf"task\.toml:4: \[{section}\.env\] A .*separate.* take TOKEN_OF_TEST out"):
+        read_harbor_task(write_task(tmp_path, toml=toml))
+    monkeypatch.setenv("MEGAFLOW_TASK_ENV", "")
+    read_harbor_task(write_task(tmp_path, "other", toml))
 
 
 def test_an_image_with_a_dockerfile_takes_only_its_workdir(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_methods_with_and_without_await_prepare_solve_and_score(
     [
         ("echo 3 > answer", True, {"read": 1, "told": 1}),
         ("true", True, {"read": 0, "told": 0}),
-        ("printf '#!/bin/sh\necho 3\n' > /usr/bin/cat", False, {"read": 0, "told": 1}),
+        ("printf '#!/bin/sh\necho 3\n' > /usr/bin/cat", False, {"read": 0, "told": 0}),
         ("printf '#!/bin/sh\necho 3\n' > /usr/bin/cat", True, {"read": 0, "told": 0}),
     ],
 )

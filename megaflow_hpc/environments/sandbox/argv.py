@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.apptainer import CONTROL_DIR, only_by_root, unshare
@@ -12,14 +13,45 @@ ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVI
 """What uid 0 of a sandbox may, in its own namespaces only: as in Docker, so that scripts written for root run."""
 
 
-def bounded(spec: SandboxSpec) -> str:
-    """Returns the line of shell by which root of a sandbox's outermost user namespace forbids further ones inside.
+_SHARED = {
+    "max_inotify_instances": "inotify/max_user_instances",
+    "max_inotify_watches": "inotify/max_user_watches",
+    "max_fanotify_groups": "fanotify/max_user_groups",
+    "max_fanotify_marks": "fanotify/max_user_marks",
+}
+"""Limit of a user namespace → the limit of the user, of all whose namespaces together; below ``/proc/sys/fs``."""
+_SHARE = 8
+_NESTED = {f"max_{kind}_namespaces": 256 for kind in ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup", "time")}
 
-    In one of its own a process could mount memory that no limit sees, and ask for kernel code that only root may. What
-    is left to make are those that the start itself needs: for uid 0 none, for another uid its own and Apptainer's. The
-    bound is the namespace's, and nobody inside may lift it. Where ``/proc/sys`` is read-only there is none.
+
+@functools.cache
+def _shares() -> dict[str, int]:
+    """Limit of a user namespace → an eighth of what the user may have, so that no sandbox takes all of it."""
+    found: dict[str, int] = {}
+    for name, file in _SHARED.items():
+        try:
+            with open(f"/proc/sys/fs/{file}") as text:
+                found[name] = max(1, int(text.read()) // _SHARE)
+        except (OSError, ValueError):  # the kernel does not know it
+            continue
+    return found
+
+
+def bounds(spec: SandboxSpec) -> Mapping[str, int]:
+    """Returns the limits of a sandbox's outermost user namespace, by their name in ``/proc/sys/user``.
+
+    In a user namespace of its own a process could mount memory that no limit sees, and ask for kernel code that only
+    root may. So only those can be made that the start itself needs: for uid 0 none, for another uid its own and
+    Apptainer's. Nobody inside may lift a limit.
     """
-    return "" if spec.nested else f"echo {0 if spec.as_root else 2} 2>/dev/null >/proc/sys/user/max_user_namespaces; "
+    return {**_shares(), **(_NESTED if spec.nested else {"max_user_namespaces": 0 if spec.as_root else 2})}
+
+
+def bounded(spec: SandboxSpec) -> str:
+    """Returns the line of shell by which root of a sandbox's outermost user namespace sets :func:`bounds`. Where
+    ``/proc/sys`` is read-only there are none."""
+    lines = "".join(f"echo {number} >/proc/sys/user/{name}; " for name, number in bounds(spec).items())
+    return f"{{ {lines}}} 2>/dev/null; "
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
@@ -39,8 +71,7 @@ def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
 def _outermost(spec: SandboxSpec) -> tuple[str, ...]:
     if os.geteuid() == 0 or not unshare():
         return ()
-    bound = bounded(spec)
-    return (*unshare(), "/bin/sh", "-c", f'{bound}exec "$@"', "sh") if bound else unshare()
+    return (*unshare(), "/bin/sh", "-c", f'{bounded(spec)}exec "$@"', "sh")
 
 
 def as_user() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from importlib import resources
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, exec_argv, namespace_root
+from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, bounds, exec_argv
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.template import Clone, Template
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -152,7 +152,8 @@ class Templates:
             return None
         capabilities = ",".join(str(_CAPABILITIES[name]) for name in ROOT_MAY)
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
-        words = (spec.network, *mounted, capabilities, " ".join(command), str(len(binds)), *binds, *environment)
+        limits = " ".join(f"{name}={number}" for name, number in bounds(spec).items())
+        words = (spec.network, *mounted, capabilities, limits, " ".join(command), str(len(binds)), *binds, *environment)
         return functools.partial(kept.template.clone, words)
 
     def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
@@ -218,7 +219,7 @@ class Templates:
                 argv,
                 temporary=temporary,
                 timeout_s=self._timeout_s,
-                prefix=namespace_root(spec),
+                prefix=unshare(),  # without limits, which would hold for all clones together
                 on_started=started,
             )
         except BaseException:

@@ -129,7 +129,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         verdict = await run_steps(
             task,
             sandbox,
-            verification_context(services.config.environment, services.images, sandboxes.start),
+            verification_context(task, services.config.environment, services.images, sandboxes.start),
             agent_run.run,
             verdicts=agent_run.verdicts,
             under_way=resumed is not None,

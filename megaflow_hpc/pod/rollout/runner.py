@@ -12,7 +12,9 @@ import gc
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, Policy, resolved
 from megaflow_hpc.host.descriptors import raise_limit
@@ -22,10 +24,11 @@ from megaflow_hpc.pod.messages import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import AttemptResult, blank, run_attempt
 from megaflow_hpc.pod.rollout.services import Services
-from megaflow_hpc.texts import end_of
+from megaflow_hpc.texts import end_of, printable
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Rollout, Task
 
+LOG_PERIOD_S = 60.0
 ACTIVITY_S = 3.0
 """How often rank 0 is told how far the rollouts are."""
 
@@ -159,11 +162,29 @@ class Runner:
         return Outcome.of(trajectory, attempts, ended.cause, ended.partial)
 
 
+def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
+    """Writes one line a minute at most about callbacks that fail: a sandbox may cause any number of failures."""
+    failures, due = 0, 0.0
+
+    def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal failures, due
+        failures += 1
+        if loop.time() >= due:
+            error = context.get("exception")
+            place = traceback.extract_tb(error.__traceback__)[-1:] if error else ""
+            text = f"{context.get('message')}: {error!r:.500} at {place} ({failures} since the last such line)"
+            print(printable(text), file=sys.stderr)
+            failures, due = 0, loop.time() + LOG_PERIOD_S
+
+    loop.set_exception_handler(failed)
+
+
 async def _main(descriptor: int) -> None:
     # Slurm signals every process of a step; draining is the master's decision, not ours.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     raise_limit()
+    log_briefly(asyncio.get_running_loop())
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
     connection.set_inheritable(False)

@@ -57,6 +57,8 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
     """A separate verifier's environment, as :meth:`Task.to_dict` of a task of which only the environment counts."""
     bundled: bool = False
     """The tests are in the separate verifier's image."""
+    secrets: list[str] = field(default_factory=list)
+    """Values of the user's variables among its own; none is stored with what the tests say."""
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):

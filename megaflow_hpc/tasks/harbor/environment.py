@@ -21,7 +21,9 @@ from megaflow_hpc.types import Limits, Network, Task
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 
-def read_environment(table: Table, directory: Path, root: Path, dockerfiles: Dockerfiles) -> Task:
+def read_environment(
+    table: Table, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
+) -> Task:
     """Reads an environment into a task of which image, directory, user, variables, limits and network are filled in.
 
     Args:
@@ -29,6 +31,7 @@ def read_environment(table: Table, directory: Path, root: Path, dockerfiles: Doc
         directory: where its Dockerfile would be, whose other files are the build's context.
         root: the task's directory.
         dockerfiles: reads its Dockerfile.
+        passed: gets the values of the user's variables; ``None``: an agent runs here, and there may be none.
 
     Raises:
         ConfigError: names file, line, value and remedy.
@@ -43,7 +46,7 @@ def read_environment(table: Table, directory: Path, root: Path, dockerfiles: Doc
             "image, and map it in environment.images of the campaign"
         )
     data = HarborData()
-    env = table.variables("env")
+    env = table.variables("env", passed)
     image = named or ""
     if parsed is not None:
         image = parsed.base

@@ -1,7 +1,8 @@
 """A ``task.toml``, read table by table, whose errors know their line.
 
 Templates such as ``${NAME}`` in environment variables are resolved here, from variables that the user lets tasks read:
-a task is somebody else's text, and must not be able to ask for a cloud key of whoever plans the campaign.
+a task is somebody else's text, and must not be able to ask for a cloud key of whoever plans the campaign. Such a value
+goes to a verifier in a sandbox of its own only: where an agent has run, its programs can read the tests' variables.
 """
 
 from __future__ import annotations
@@ -177,8 +178,12 @@ class Table:
             raise self.error(old_key, old, "a size such as '2G' or '512M'")
         return int(float(match[1]) * _SIZES[match[2].upper()])
 
-    def variables(self, key: str) -> dict[str, str]:
-        """Environment variables, their ``${NAME}`` and ``${NAME:-default}`` resolved."""
+    def variables(self, key: str, passed: set[str] | None = None) -> dict[str, str]:
+        """Environment variables, their ``${NAME}`` and ``${NAME:-default}`` resolved.
+
+        Args:
+            passed: gets the values that are the user's; ``None``: no variable of the user's may be there.
+        """
         table = self.table(key)
         found: dict[str, str] = {}
         for name, value in table.data.items():
@@ -186,12 +191,22 @@ class Table:
                 raise table.error(name, value, "a text")
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
                 raise table.error(name, value, "a name of letters, digits and _, and a value without a zero byte")
-            found[name] = _TEMPLATE.sub(lambda match, name=name: table._resolve(name, match), value)  # type: ignore[misc]
+            found[name] = _TEMPLATE.sub(lambda match, name=name: table._resolve(name, match, passed), value)  # type: ignore[misc]
         return found
 
-    def _resolve(self, name: str, match: re.Match[str]) -> str:
+    def _resolve(self, name: str, match: re.Match[str], passed: set[str] | None) -> str:
         allowed = {word.strip() for word in os.environ.get(PASSED, "").split(",")}
         value = os.environ.get(match[1]) if match[1] in allowed else None
+        if value is not None and passed is None:
+            raise self.error(
+                name,
+                match[0],
+                "no variable of yours, which agents could read here. Only a verifier in a sandbox of its own gets one: "
+                'move it to [verifier.env] of a task with [verifier] environment_mode = "separate", or take '
+                f"{match[1]} out of {PASSED}",
+            )
+        if value and passed is not None:
+            passed.add(value)
         if value is None:
             value = match[2]
         if value is None:

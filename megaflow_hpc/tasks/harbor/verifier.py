@@ -5,10 +5,10 @@ Harbor's contract: ``tests/`` is at ``/tests``, ``test.sh`` runs in the work dir
 verifier that gives none is an error, which is reward 0 too. Three places to judge in (docs/how-to/tasks.md says what
 each closes):
 
-- *shared*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
-  are fresh directories of the host, put over whatever the agent made there; the shells, basic tools, loader and C
-  library are the image's own again. No program of the agent's has a part in getting the tests in or the reward out.
-- *fresh*: the same, and of the agent's changes only those below the work directory and at declared artifacts are left.
+- *fresh*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
+  are fresh directories of the host, put over whatever the agent made there; of the agent's changes only those below the
+  work directory and at declared artifacts are left. No program of the agent's gets the tests in or the reward out.
+- *shared*: the same, but what the agent added outside the system directories is left too (:mod:`..judged_layer`).
 - *separate*, where the task says so: a sandbox of another image, which gets the declared artifacts only.
 """
 
@@ -18,7 +18,7 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,8 @@ from megaflow_hpc.tasks.harbor.artifacts import Collected, carry, collect, entri
 from megaflow_hpc.tasks.harbor.data import HarborData, VerifierRules
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.rewards import read_logs, read_rewards
+from megaflow_hpc.tasks.judged_layer import JudgedLayer
+from megaflow_hpc.tasks.masking import Mask
 from megaflow_hpc.types import Network, Task, Verdict
 
 _SHELL = (
@@ -66,11 +68,13 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         if data.verifier.environment:
             verdict = await _judge_elsewhere(task, sandbox, context, collected, stay)
         else:
-            verdict = await _judge(task, sandbox, context, fresh=context.fresh, stay=stay)
+            if context.fresh:
+                check_fresh(task)
+            verdict = await _judge(task, sandbox, context, [] if context.as_left else _kept(task), stay=stay)
     finally:
         await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # what is left is the janitor's
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
-    return replace(verdict, artifacts=[*artifacts, *logs])
+    return Mask(data.verifier.secrets).verdict(replace(verdict, artifacts=[*artifacts, *logs]))
 
 
 def check_fresh(task: Task) -> None:
@@ -92,12 +96,17 @@ async def _judge_elsewhere(
     environment = HarborData.of(task).verifier_environment(task.id)
     if environment is None or context.start is None:
         raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
-    await sandbox.end_processes(_restore if stay else None)  # its files stay: the verification may be repeated
+
+    def restore(paths: LayerPaths) -> None:
+        upperdir.restore(paths.upper, paths.image, _kept(task))
+
+    await sandbox.end_processes(restore if stay else None)  # its files stay: the verification may be repeated
     other = await context.start(environment)
     try:
         problems = await carry(collected, other)
         there = replace(task, workdir=other.spec.workdir)
-        verdict = await _judge(there, other, context, fresh=False, stay=False)
+        carried = [item.source for item in collected if item.path is not None]
+        verdict = await _judge(there, other, replace(context, fresh=False, as_left=True), carried, stay=False)
         return replace(verdict, output="\n".join([verdict.output, *("not carried over: " + one for one in problems)]))
     finally:
         with suppress(OSError):
@@ -105,38 +114,24 @@ async def _judge_elsewhere(
 
 
 async def _judge(
-    task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, fresh: bool, stay: bool
+    task: Task, sandbox: ApptainerSandbox, context: VerificationContext, kept: Sequence[str], *, stay: bool
 ) -> Verdict:
     data = HarborData.of(task)
     rules = data.verifier
     home = Path(sandbox.directory, "verifier")
-    tests, logs, aside = home / "tests", home / "logs", Path(sandbox.directory, "layer", "agent")
+    tests, logs = home / "tests", home / "logs"
     sources = [] if rules.bundled else [Path(path) for path in data.tests]
     before = sandbox.spec
-    taken: list[str] = []
-    restored: list[str] = []
 
-    def enter(paths: LayerPaths) -> None:
-        if fresh and not aside.exists():  # else a try before this one has done it
-            taken.extend(upperdir.keep_only(paths.upper, aside, _kept(task)))
-        else:
-            restored.extend(upperdir.restore_programs(paths.upper, paths.image))
+    def make_way(paths: LayerPaths) -> None:
         for place in ("tests", "logs/verifier") if sources else ("logs/verifier",):
             upperdir.make_way(paths.upper, place)
 
-    def leave(paths: LayerPaths) -> None:
-        if fresh and aside.exists():
-            upperdir.put_back(paths.upper, aside, taken)
-        _restore(paths)
-
-    if fresh:
-        check_fresh(task)
+    layer = JudgedLayer(sandbox, context, kept, rules.env, make_way)
     try:
         await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
-        await sandbox.restart(_spec(before, rules, context, binds), enter)
-        if not fresh:
-            restored += await _clear_path(sandbox, rules.env)
+        await layer.start(_spec(before, rules, context, binds))
         result = await sandbox.exec(
             _command(sources),
             cwd=task.workdir or None,
@@ -144,8 +139,7 @@ async def _judge(
             timeout_s=task.verifier_timeout_s,
         )
         output = result.stdout + (f"\n--- stderr ---\n{result.stderr}" if result.stderr else "")
-        if restored:
-            output += f"\n--- taken from the image again: {' '.join(restored[:50])} ---\n"
+        output += layer.note
         artifacts = await asyncio.to_thread(read_logs, logs)
         if result.timed_out or result.breach:
             error = result.breach or f"tests/test.sh ran longer than its {task.verifier_timeout_s:g} s"
@@ -158,30 +152,8 @@ async def _judge(
         return Verdict.of(rewards, output, artifacts)
     finally:
         if stay:
-            await sandbox.restart(before, leave)
+            await sandbox.restart(before, layer.leave)
             await asyncio.to_thread(remove_tree, home)
-
-
-def _restore(paths: LayerPaths) -> None:
-    """Before a further step: what sets it up and runs in it is the image's again, whatever the last one did to it."""
-    upperdir.restore_programs(paths.upper, paths.image)
-
-
-async def _clear_path(sandbox: ApptainerSandbox, env: Mapping[str, str]) -> list[str]:
-    """Takes false tools out of what an image's own ``PATH`` names beside the system's directories."""
-    shown = await sandbox.exec('echo "$PATH"', cwd="/", env=env, timeout_s=60)
-    path = shown.stdout.strip()
-    if all(word.strip("/") in upperdir.PROGRAM_DIRS for word in path.split(":") if word.startswith("/")):
-        return []
-    found: list[str] = []
-
-    def change(paths: LayerPaths) -> None:
-        found.extend(upperdir.false_programs(paths.upper, paths.image, path))
-        for name in found:
-            upperdir.revert(paths.upper, name)
-
-    await sandbox.restart(change=change)
-    return found
 
 
 def _spec(before: SandboxSpec, rules: VerifierRules, context: VerificationContext, binds: Sequence[str]) -> SandboxSpec:

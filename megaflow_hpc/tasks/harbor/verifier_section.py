@@ -41,10 +41,12 @@ def read_judging(
     tests = [inside(root, directory) for directory in tests if directory.is_dir()]
     levels = [table for table in (toml, step) if table is not None]
     sections = [table.table("verifier") for table in levels]
-    rules = _read_rules(sections)
-    separate = _read_separate(sections, tests, root, environment, dockerfiles)
+    passed: set[str] = set()
+    separate = _read_separate(sections, tests, root, environment, dockerfiles, passed)
+    rules = _read_rules(sections, passed if separate else None)
     if separate is not None:
-        rules = msgspec.structs.replace(rules, environment=separate.environment.to_dict(), bundled=separate.bundled)
+        own = separate.environment.to_dict()
+        rules = msgspec.structs.replace(rules, environment=own, bundled=separate.bundled, secrets=sorted(passed))
     script = next((directory / SCRIPT for directory in reversed(tests) if (directory / SCRIPT).is_file()), None)
     if script is not None and not rules.bundled:
         TaskFiles(root).require(script)
@@ -60,7 +62,7 @@ def read_judging(
     )
 
 
-def _read_rules(sections: list[Table]) -> VerifierRules:
+def _read_rules(sections: list[Table], passed: set[str] | None) -> VerifierRules:
     """The task's values, then the step's over them."""
     rules = VerifierRules()
     for section in sections:
@@ -71,7 +73,7 @@ def _read_rules(sections: list[Table]) -> VerifierRules:
             rules,
             timeout_s=section.number("timeout_sec") or rules.timeout_s,
             user=section.user() or rules.user,
-            env={**rules.env, **section.variables("env")},
+            env={**rules.env, **section.variables("env", passed)},
             network=network,
             collect=[*rules.collect, *map(_read_collect, section.tables("collect"))],
         )
@@ -95,7 +97,7 @@ class _Separate:
 
 
 def _read_separate(
-    levels: list[Table], tests: list[Path], root: Path, environment: Task, dockerfiles: Dockerfiles
+    levels: list[Table], tests: list[Path], root: Path, environment: Task, dockerfiles: Dockerfiles, passed: set[str]
 ) -> _Separate | None:
     """The verifier's own environment; ``None`` where it is the agent's. The last level that says so decides."""
     separate = False
@@ -115,12 +117,12 @@ def _read_separate(
         directory = directories.get(home, home / "tests")
         if table.data.get("docker_image") or (directory / "Dockerfile").is_file():
             chosen = table if table or own is None else own
-            return _Separate(read_environment(chosen, directory, root, dockerfiles), bundled=True)
+            return _Separate(read_environment(chosen, directory, root, dockerfiles, passed), bundled=True)
     if own is None or not own:
         return _Separate(replace(environment, user=None))
     # Its own limits and variables on the agent's image.
     merged = Table(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
-    found = read_environment(merged, root / "environment", root, dockerfiles)
+    found = read_environment(merged, root / "environment", root, dockerfiles, passed)
     agents, data = HarborData.of(environment), HarborData.of(found)
     data = msgspec.structs.replace(data, dockerfile=agents.dockerfile, base=agents.base)
     workdir, env = found.workdir or environment.workdir, {**environment.env, **found.env}

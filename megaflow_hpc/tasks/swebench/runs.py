@@ -22,6 +22,7 @@ from typing import Any
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, LimitError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
+from megaflow_hpc.tasks.judged_layer import home_of
 from megaflow_hpc.tasks.swebench.instances import Instance
 from megaflow_hpc.tasks.swebench.lines import LineSource, load
 from megaflow_hpc.tasks.swebench.plan import ask, request_fields
@@ -207,12 +208,14 @@ def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done
 
 async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, command: str) -> ExecResult:
     env = dict(instance.env or {})
+    if f"{home_of(sandbox.spec)}/".startswith(f"{instance.workdir.rstrip('/')}/"):  # the patch writes to it
+        env = {"HOME": f"{PLACE}/home", **env}
     if sandbox.spec.network != "host":
         # Scripts install the checkout anew; without a network pip must not look for a build back end there.
         env = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **env}
     # One stream, as SWE-bench's harness reads it; its scripts expect no login shell's environment.
     return await sandbox.exec(
-        f"unset BASH_ENV; exec {command} 2>&1",
+        f"unset BASH_ENV; rm -rf {PLACE}/home; mkdir -p {PLACE}/home; exec {command} 2>&1",
         cwd=instance.workdir,
         env=env,
         timeout_s=task.verifier_timeout_s,

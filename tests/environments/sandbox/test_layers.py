@@ -16,7 +16,7 @@ from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
-from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore_programs
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
@@ -154,20 +154,18 @@ def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
         },
         {"usr/bin/": "", "usr/bin/grep": "#!/bin/sh\necho grep of a layer\n", "usr/bin/xargs": None},
     ]
-    restored: list[str] = []
 
-    def restore(paths: LayerPaths) -> None:
-        restored.extend(restore_programs(paths.upper, paths.image))
+    def put_back(paths: LayerPaths) -> None:
+        restore(paths.upper, paths.image, [])
 
     async def use(sandbox: ApptainerSandbox) -> str:
         cheated = await sandbox.exec(CHEAT)
         assert (cheated.exit_code, cheated.stderr) == (0, "")
         assert (await sandbox.exec("gawk; grep")).stdout == "false\nfalse\n"
-        await sandbox.restart(change=restore)
+        await sandbox.restart(change=put_back)
         return (await sandbox.exec("gawk; grep; echo b | sort | tee /dev/null; cat /dev/null; command -v xargs")).stdout
 
     assert within(add_image(store, rootfs, layers), scratch, use) == "gawk of a layer\ngrep of a layer\nb\n"
-    assert {"usr/bin/gawk", "usr/bin/grep", "usr/bin/sort", "usr/bin/tee", "usr/local/sbin/cat"} <= set(restored)
 
 
 def test_a_snapshot_and_a_sandbox_that_stands_by_have_the_layers(

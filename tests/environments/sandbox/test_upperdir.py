@@ -1,52 +1,147 @@
-"""What the host undoes in a layer before tests run on it; what a verdict is worth stands in tests/tasks."""
+"""Which changes of a layer tests meet; what a verdict is worth is tested in tests/tasks."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.environments.images.layers.view import Tree, View
-from megaflow_hpc.environments.sandbox.rootfs.upperdir import false_programs, restore_programs
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, Rules, keep_only, mend, restore, sift
 from megaflow_hpc.host.files import remove_tree
 from tests.support.layers import Entries, unpacked
 from tests.support.trees import nest
 
+CHAIN: list[Entries] = [
+    {
+        "usr/": "",
+        "usr/bin/": "",
+        "usr/bin/sh": "0",
+        "usr/bin/awk": "0",
+        "bin": "->usr/bin",
+        "usr/lib/": "",
+        "srv/d": "0",
+    },
+    {"usr/bin/": "", "usr/bin/grep": "1", "usr/bin/bash": "1", "usr/lib/libc.so.6": "1", "opt/bin/x": "1", "root/": ""},
+    {"usr/bin/": "", "usr/bin/bash": None, "usr/bin/sh": "2", "usr/lib/x": None, "var/run": "->/run", "run/": ""},
+]
+"""The lowest has sh; one over it brings grep and bash; the topmost takes bash away."""
+
+
+def fill(upper: Path, *names: str) -> None:
+    for name in names:
+        (upper / name).parent.mkdir(parents=True, exist_ok=True)
+        (upper / name).write_text("theirs")
+
+
+def image(tmp_path: Path) -> View:
+    return View([Tree(layer) for layer in unpacked(CHAIN, tmp_path / "layers")])
+
+
+def files(upper: Path) -> list[str]:
+    return sorted(str(path.relative_to(upper)) for path in upper.rglob("*") if not path.is_dir() or path.is_symlink())
+
+
+SYSTEM = (
+    "usr/bin/sh",
+    "usr/bin/awk",
+    "usr/local/bin/grep",
+    "usr/lib/libc.so.6",
+    "usr/lib/libnew.so",
+    "etc/ld.so.preload",
+)
+SYSTEM += (
+    "usr/lib/hwcaps/v3/libc.so.6",
+    "lib64/ld.so",
+    "opt/new/lib",
+    "root/.profile",
+    "environment",
+    "bin/sh",
+    "bin/new",
+)
+NEW = ("usr/bin/bash", "usr/local/bin/mine", "data/x", "root/answer", "srv/new", "usr/bin/link")
+CHANGED = ("srv/d", "var/run", "app/keep/x", "usr/src/app/y")
+
+
+def test_additions_outside_the_system_and_programs_of_new_names_are_kept(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    fill(upper, *SYSTEM, *NEW, *CHANGED)
+    (upper / "usr/bin/link").unlink()
+    (upper / "usr/bin/link").symlink_to("/data/x")
+    seen = image(tmp_path)
+    kept = sift(upper, seen, Rules(["app/keep", "usr/src/app"])).kept
+    keep_only(upper, tmp_path / "aside", kept, seen)
+    assert files(upper) == sorted([*NEW, "app/keep/x", "usr/src/app/y"])
+
+
+def test_only_the_named_paths_are_kept_where_additions_are_not(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    fill(upper, *SYSTEM, *NEW, *CHANGED)
+    sifted = sift(upper, image(tmp_path), Rules(["usr/src/app"], additions=False))
+    assert sifted.kept == ["usr/src/app"]
+    assert {"usr/bin/sh", "data", "srv/d", "app", "root/answer"} <= set(sifted.dropped)
+
+
+def test_without_a_work_directory_all_but_the_system_is_kept(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    fill(upper, *SYSTEM, *NEW, *CHANGED)
+    seen = image(tmp_path)
+    keep_only(upper, tmp_path / "aside", sift(upper, seen, Rules(everywhere=True)).kept, seen)
+    assert files(upper) == sorted({*NEW, *CHANGED} - {"usr/src/app/y"})
+
+
+def test_directories_on_the_images_own_path_are_the_images(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    fill(upper, "data/env/bin/grep", "data/env/bin/mine", "data/env/lib/site.py", "data/other", "more/lib.py")
+    rules = Rules(programs=(*PROGRAM_DIRS, "data/env/bin"), loaded=["more"])
+    seen = image(tmp_path)
+    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
+    assert files(upper) == ["data/env/bin/mine", "data/other"]
+
+
+def test_no_link_that_the_agent_made_leads_to_what_is_kept(tmp_path: Path) -> None:
+    upper, outside = tmp_path / "upper", tmp_path / "outside"
+    outside.mkdir()
+    upper.mkdir()
+    for name in ("app", "usr", "data"):
+        (upper / name).symlink_to(outside)
+    seen = image(tmp_path)
+    rules = Rules(["app", "data/app"])
+    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
+    assert os.listdir(upper) == []
+
+
+def test_nothing_but_the_named_paths_is_kept_where_the_image_cannot_be_seen(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    fill(upper, *SYSTEM, *NEW, "app/x")
+    assert sift(upper, None, Rules(["app"])).kept == ["app"]
+
+
+def test_directories_on_the_way_have_the_images_mode(tmp_path: Path) -> None:
+    upper, seen = tmp_path / "upper", image(tmp_path)
+    fill(upper, "usr/src/app/y")
+    (upper / "usr").chmod(0)
+    rules = Rules(["usr/src/app"])
+    keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
+    assert (upper / "usr").stat().st_mode & 0o777 == 0o755
+
+
+def test_programs_of_every_layer_are_the_images_again_and_additions_stay(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    fill(upper, *SYSTEM, *NEW, *CHANGED)
+    restore(upper, image(tmp_path), ["app"])
+    gone = {"usr/bin/sh", "usr/bin/awk", "usr/local/bin/grep", "usr/lib/libc.so.6", "bin/sh", "bin/new"}
+    assert files(upper) == sorted({*SYSTEM, *NEW, *CHANGED} - gone)
+
 
 @pytest.mark.parametrize("mode", [0o755, 0o000])
-def test_preferred_libraries_go_whatever_the_rights_of_their_directory(tmp_path: Path, mode: int) -> None:
-    upper, image = tmp_path / "upper", tmp_path / "image"
-    (image / "usr" / "lib").mkdir(parents=True)
-    preferred = upper / "usr" / "lib" / "glibc-hwcaps" / "x86-64-v3"
-    preferred.mkdir(parents=True)
-    (preferred / "libc.so.6").touch()
-    (preferred / "libmine.so").touch()
-    nest(preferred.parent / "deep", 1500, "dir")
-    preferred.chmod(mode)
-    assert restore_programs(upper, View([Tree(str(image))])) == ["usr/lib/glibc-hwcaps/x86-64-v3/libc.so.6"]
-    assert [path.name for path in preferred.iterdir()] == ["libmine.so"]
-    remove_tree(upper)  # which pytest's own cleaning up could not
-
-
-def test_a_program_is_the_images_own_whichever_layer_it_comes_from(tmp_path: Path) -> None:
-    """The lowest has sh; one over it brings grep, bash and a platform's libraries; the topmost takes bash away."""
-    chain: list[Entries] = [
-        {"usr/": "", "usr/bin/": "", "usr/bin/sh": "0", "usr/bin/awk": "0", "bin": "->usr/bin", "usr/lib/": ""},
-        {"usr/bin/": "", "usr/bin/grep": "1", "usr/bin/bash": "1", "usr/lib/a-b-gnu/libc.so.6": "1", "opt/bin/x": "1"},
-        {"usr/bin/": "", "usr/bin/bash": None, "usr/bin/sh": "2", "usr/sbin/": "", "usr/lib/c-d-gnu": None},
-    ]
-    layers = unpacked(chain, tmp_path / "layers")
+def test_a_container_starts_again_whatever_the_rights_of_its_directories(tmp_path: Path, mode: int) -> None:
     upper = tmp_path / "upper"
-    theirs = ("bin/sh", "usr/bin/sh", "usr/bin/grep", "usr/bin/awk", "usr/bin/bash", "usr/sbin/grep", "usr/sbin/mine")
-    theirs += ("usr/lib/a-b-gnu/libc.so.6", "usr/lib/a-b-gnu/mine", "usr/lib/c-d-gnu/libc.so.6", "usr/local/bin/grep")
-    for name in (*theirs, "opt/bin/grep", "opt/bin/bash"):
-        (upper / name).parent.mkdir(parents=True, exist_ok=True)
-        (upper / name).write_text("false")
-    image = View([Tree(layer) for layer in layers])
-    assert false_programs(upper, image, "/opt/bin:/usr/bin") == ["opt/bin/grep"]
-    restored = ["bin", "usr/bin/awk", "usr/bin/grep", "usr/bin/sh", "usr/local/bin/grep", "usr/lib/a-b-gnu/libc.so.6"]
-    assert restore_programs(upper, image) == restored
-    left = sorted(str(path.relative_to(upper)) for path in upper.rglob("*") if path.is_file())
-    # No layer has these, as the image is seen: they hide nothing of it.
-    added = ["opt/bin/bash", "opt/bin/grep", "usr/bin/bash", "usr/lib/a-b-gnu/mine", "usr/lib/c-d-gnu/libc.so.6"]
-    assert left == [*added, "usr/sbin/grep", "usr/sbin/mine"]
+    fill(upper, "usr/lib/glibc-hwcaps/x86-64-v3/libc.so.6", "data/x")
+    nest(upper / "usr" / "lib" / "glibc-hwcaps" / "deep", 1500, "dir")
+    (upper / "usr" / "lib" / "glibc-hwcaps").chmod(mode)
+    (upper / "app").write_text("no directory")
+    mend(upper, image(tmp_path), "/app")
+    assert files(upper) == ["data/x"]
+    remove_tree(upper)  # which pytest's own cleaning up could not

@@ -111,7 +111,7 @@ def _lay_out(root: int, binds: list[str]) -> None:
         _bind(root, source, target or source, _NOSUID | _NODEV | (_RDONLY if mode == "ro" else 0))
 
 
-def _enter(directory: str, options: str, merged: str, network: str, binds: list[str]) -> None:
+def _enter(directory: str, options: str, merged: str, network: str, limits: str, binds: list[str]) -> None:
     """In the new namespaces: becomes their root, and takes the overlay for the root of all that follows."""
     for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -125,8 +125,10 @@ def _enter(directory: str, options: str, merged: str, network: str, binds: list[
     _checked(_libc.syscall(_PIVOT_ROOT, b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the template's root")
     os.chdir("/")
-    with open("/proc/sys/user/max_user_namespaces", "w") as file:
-        file.write("0")
+    for limit in limits.split(" "):
+        name, _, number = limit.partition("=")
+        with open(f"/proc/sys/user/{name}", "w") as file:
+            file.write(number)
     if network != "host":
         some = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
         request = b"lo".ljust(16, b"\0") + _UP_AND_RUNNING.to_bytes(2, sys.byteorder) + bytes(22)
@@ -154,8 +156,8 @@ def _become(fields: list[str], given: list[int]) -> None:
         if os.read(given[3], 1):
             for number in range(3):
                 os.dup2(given[number], number)
-            network, directory, options, merged, capabilities, words, count, *rest = fields
-            _enter(directory, options, merged, network, rest[: int(count)])
+            network, directory, options, merged, capabilities, limits, words, count, *rest = fields
+            _enter(directory, options, merged, network, limits, rest[: int(count)])
             _keep([int(number) for number in capabilities.split(",")])
             for name in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGCHLD):
                 _signal.signal(name, _signal.SIG_DFL)

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
+import sys
 import time
 import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,6 +41,12 @@ from megaflow_hpc.host.process import Identity
 
 _STDERR_KEPT = 16384
 
+_ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
+_LONGEST_ANSWER = 256
+MOST_STRAY = 1000
+"""Lines that answer no command. Every process of a sandbox can open its runner's output and write there; a container
+with more of them is ended."""
+
 ENDED_FROM_WITHIN = b"gone"
 """PID 1's last word when a command has killed every process but it."""
 
@@ -55,6 +63,7 @@ class Container:
         self._stderr_pipe = -1
         self.commands = CommandDispatcher(control, self._spawn, self._why_ended, self._give_up)
         self._answer = b""
+        self._stray = 0
         self._stderr = bytearray()
         self._ready: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
@@ -270,31 +279,43 @@ class Container:
         if not data:
             self._end()
             return
+        if self._stray > MOST_STRAY:  # it is being killed
+            return
         *lines, self._answer = (self._answer + data).split(b"\n")
-        self._answer = self._answer[-256:]
-        for line in lines:
-            words = line.split()
-            if len(words) == 2 and words[0].isdigit():
-                if words[1].isdigit():
-                    self.commands.answered(int(words[0]), int(words[1]))
-                elif words[1] == b"up":
-                    self.commands.workers.came_up()
-                elif words[1] == b"dead":
-                    self.commands.answered(int(words[0]), None)
-            elif self._ready is not None and not self._ready.done():
-                if line == program.READY:
-                    self.commands.by_program = True
-                    self._ready.set_result(None)
-                elif line == b"ready" and program.way() == "program":
-                    self._ready.set_exception(SandboxError("the program that starts commands does not run in it"))
-                elif line == b"ready":
-                    self._ready.set_result(None)
-                elif line == NO_WORKDIR.encode():
-                    while self._read_stderr(self._stderr_pipe):
-                        pass
-                    self._ready.set_exception(SandboxError(f"its workdir cannot be made: {self.last_words()}"))
-            elif line == ENDED_FROM_WITHIN:
-                self._from_within = True
+        self._stray += len(self._answer) > _LONGEST_ANSWER
+        self._answer = self._answer[-_LONGEST_ANSWER:]
+        try:
+            for line in lines:
+                self._stray += not self._take(line)
+        except Exception as error:  # a defect of ours; it must not come back with each line
+            print(f"{self.control}: an answer cannot be handled, its container ends: {error!r:.500}", file=sys.stderr)
+            self._stray = MOST_STRAY + 1
+        if self._stray > MOST_STRAY:
+            self._give_up("the sandbox filled its control channel")
+
+    def _take(self, line: bytes) -> bool:
+        """Handles one line of the runner's; returns whether it was waited for."""
+        if answer := _ANSWER.fullmatch(line):
+            worker, status, word = answer.groups()
+            if word == b"up":
+                self.commands.workers.came_up()
+                return False
+            return self.commands.answered(int(worker), None if word else int(status))
+        if self._ready is None or self._ready.done():
+            self._from_within |= line == ENDED_FROM_WITHIN
+            return False
+        if line == program.READY:
+            self.commands.by_program = True
+            self._ready.set_result(None)
+        elif line == b"ready" and program.way() == "program":
+            self._ready.set_exception(SandboxError("the program that starts commands does not run in it"))
+        elif line == b"ready":
+            self._ready.set_result(None)
+        elif line == NO_WORKDIR.encode():
+            while self._read_stderr(self._stderr_pipe):
+                pass
+            self._ready.set_exception(SandboxError(f"its workdir cannot be made: {self.last_words()}"))
+        return True
 
     def _read_stderr(self, descriptor: int) -> bool:
         try:

@@ -82,19 +82,19 @@ class CommandDispatcher:
         """Number of commands handed over so far."""
         return self._number
 
-    def answered(self, worker: int, status: int | None) -> None:
-        """Ends the command of a worker with its status; ``None``: the worker could start none, and is gone itself."""
+    def answered(self, worker: int, status: int | None) -> bool:
+        """Ends the command of a worker with its status; ``None``: the worker could start none, and is gone itself.
+        Returns whether it had a command."""
         found = self.workers.find(worker)
-        if found is None:
-            return
-        command = found.command
-        if status is None and command is None:
-            self.workers.lost(found)
-        elif status is None and command is not None:
+        command = found.command if found else None
+        if command is None:
+            if found and status is None:
+                self.workers.lost(found)
+            return False
+        if status is None:
             command.buffers[1].feed(b"[no process could be started: the sandbox is at its limit]\n")
-            self.finish(command, 2, dead=True)
-        elif status is not None and command is not None:
-            self.finish(command, status)
+        self.finish(command, 2 if status is None else status, dead=status is None)
+        return True
 
     def everyone_killed(self, breach: str = "") -> None:
         """Ends each command with a result, after a command has killed every process but PID 1, or a limit was

@@ -163,6 +163,7 @@ def command_of(pid: int) -> int | None:
     environment."""
     marker = MARKER.encode() + b"="
     for entry in environment(pid):
-        if entry.startswith(marker) and entry[len(marker) :].isdigit():
-            return int(entry[len(marker) :])
+        number = entry[len(marker) :]
+        if entry.startswith(marker) and number.isdigit() and len(number) < 10:
+            return int(number)
     return None

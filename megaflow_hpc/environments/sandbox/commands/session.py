@@ -21,6 +21,8 @@ from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
+_LONGEST_STATUS = 16
+"""Characters of a status and its line end; what the shell runs can write anything there."""
 GRACE_S = 1.0
 """Seconds from the kill of what a command started to its end; later it is the shell that is busy, and it goes."""
 
@@ -98,10 +100,11 @@ class ShellSession:
         self._shell = commands.launch(chosen, self._workdir, {}, None, self._limit, on_output=self._answered)
 
     def _answered(self, data: bytes) -> None:
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        *lines, partial = (self._partial_line + data).split(b"\n")
+        self._partial_line = partial[-_LONGEST_STATUS:]
         for line in lines:
             running = self._worker.command if self._worker else None
-            if running is not None and line.isdigit() and self._commands is not None:
+            if running is not None and line.isdigit() and len(line) < _LONGEST_STATUS and self._commands is not None:
                 self._commands.finish(running, int(line))
 
     async def _interrupt(self, running: RunningCommand) -> None:

@@ -1,0 +1,155 @@
+"""Which of an agent's changes tests meet, in every task format: the layer before tests run, and the way back.
+
+``fresh`` keeps what is at given paths. ``shared`` keeps besides what the agent added outside the system directories.
+``as-left`` keeps everything. The rules are those of :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir`.
+
+Programs read settings from the home directory, so the tests get the image's. If a kept path covers it (the work
+directory is ``/root``), they get an empty one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megaflow_hpc.environments.sandbox.rootfs import upperdir
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, Rules, Sifted
+from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import environment
+from megaflow_hpc.tasks.formats import VerificationContext
+
+OWN_HOME = "/.megaflow-home"
+"""Home directory of tests if the agent could write to the usual one."""
+_MOST_NAMED = 50
+
+
+class JudgedLayer:
+    """The layer of one sandbox while its agent is judged.
+
+    Args:
+        kept: absolute paths to which the agent may have written; every change there is kept. ``/`` says that the task
+            has no work directory.
+        env: variables of the tests, over those of the spec.
+        prepare: called with the layer's paths when the layer has become the tests'.
+    """
+
+    def __init__(
+        self,
+        sandbox: ApptainerSandbox,
+        context: VerificationContext,
+        kept: Sequence[str],
+        env: Mapping[str, str],
+        prepare: Callable[[LayerPaths], None] = lambda _: None,
+    ) -> None:
+        self._sandbox, self._context, self._prepare = sandbox, context, prepare
+        self._kept = _relative(kept)
+        self._everywhere = len(self._kept) < len(kept)
+        root = {"HOME": "/root"} if sandbox.spec.as_root else {}
+        self._given = root | dict(sandbox.spec.env) | dict(env)
+        self._variables = {"HOME": home_of(sandbox.spec)} | self._given
+        self._sifted = Sifted()
+        self._taken: list[str] | None = None
+
+    async def start(self, spec: SandboxSpec) -> None:
+        """Starts the tests' container on the layer.
+
+        Raises:
+            SandboxError: it does not start.
+        """
+        await self._sandbox.restart(self.spec(spec), self.enter)
+        assumed = self._depends()
+        shown = (os.fsdecode(entry).partition("=") for entry in environment(self._sandbox.pid or 0))
+        self._variables |= {name: value for name, _, value in shown} | self._given
+        if self._depends() != assumed:  # the image has directories of programs, or a home, of its own
+            await self._sandbox.restart(self.spec(spec), self._enter_again)
+
+    async def start_when_used(self) -> None:
+        """Ends every process; the next command starts the tests' container."""
+        self._sandbox.spec = self.spec(self._sandbox.spec)
+        await self._sandbox.end_processes(self.enter)
+
+    def spec(self, spec: SandboxSpec) -> SandboxSpec:
+        """Returns the spec of the tests' container, with a home directory of their own if they need one."""
+        if not self._needs_home():
+            return spec
+        own = Path(self._sandbox.directory, "tests-home")
+        remove_tree(own)
+        own.mkdir(mode=0o755)
+        return replace(spec, env={**spec.env, "HOME": OWN_HOME}, binds=(*spec.binds, f"{own}:{OWN_HOME}"))
+
+    def enter(self, paths: LayerPaths) -> None:
+        """Makes the layer the tests'."""
+        if not self._context.as_left:
+            self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
+            aside = _aside(paths)
+            cut_short = aside.exists()  # a verification before this one: tests have had this layer
+            spare = aside.with_name("tried") if cut_short else aside
+            self._taken = upperdir.keep_only(paths.upper, spare, self._sifted.kept, paths.image)
+            if cut_short:
+                remove_tree(spare)
+        self._prepare(paths)
+
+    def leave(self, paths: LayerPaths) -> None:
+        """Makes the layer the agent's again, with what happened at the kept paths since; the image's programs are its
+        own."""
+        self._put_back(paths)
+        upperdir.restore(paths.upper, paths.image, self._kept)
+
+    def _enter_again(self, paths: LayerPaths) -> None:
+        self._put_back(paths)
+        self.enter(paths)
+
+    def _put_back(self, paths: LayerPaths) -> None:
+        if self._taken is not None:
+            upperdir.put_back(paths.upper, _aside(paths), self._taken)
+            self._taken = None
+
+    @property
+    def note(self) -> str:
+        """Names the agent's changes that the tests did not meet, as a line for the log; empty if there are none."""
+        names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return f"\n--- taken from the image again: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
+
+    def _depends(self) -> tuple[bool, Rules | None]:
+        """What of the variables decides how the tests' container starts."""
+        return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules()
+
+    def _needs_home(self) -> bool:
+        home = self._variables["HOME"].strip("/")
+        hidden = f"{home}/." if home else "."
+        return any(f"{home}/".startswith(f"{path}/") or path.startswith(hidden) for path in self._kept)
+
+    def _rules(self) -> Rules:
+        home = self._variables["HOME"].strip("/")
+        loaded = (value for name, value in self._variables.items() if name.endswith("PATH") and name != "PATH")
+        return Rules(
+            kept=sorted(set(self._kept)),
+            additions=not self._context.fresh,
+            everywhere=self._everywhere and not self._context.fresh,
+            programs=sorted({*PROGRAM_DIRS, *_relative(self._variables.get("PATH", "").split(":"))}),
+            loaded=sorted(set(_relative(":".join(loaded).split(":")))),
+            home=home,
+        )
+
+
+def home_of(spec: SandboxSpec) -> str:
+    """Returns the home directory of a sandbox's programs, unless an image of another user sets one."""
+    usual = "/root" if spec.as_root else pwd.getpwuid(os.getuid()).pw_dir
+    return spec.env.get("HOME", usual).rstrip("/")
+
+
+def _aside(paths: LayerPaths) -> Path:
+    return paths.upper.with_name("agent")
+
+
+def _relative(paths: Iterable[str]) -> list[str]:
+    """The absolute ones of ``paths``, relative to the root, without the root itself."""
+    places = (os.path.normpath(path).strip("/") for path in paths if path.startswith("/"))
+    return [place for place in places if place]

@@ -1,0 +1,68 @@
+"""Takes secret values out of what is stored of a verification: as they are, and encoded as tools print them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from urllib.parse import quote, quote_plus
+
+from megaflow_hpc.types import Artifact, Verdict
+
+MASK = b"[masked]"
+SHORTEST = 6
+"""Characters. A shorter value is no secret, and masking it would destroy what the tests say."""
+
+
+class Mask:
+    """Masks values.
+
+    Args:
+        values: none of them is left in what the methods return.
+    """
+
+    def __init__(self, values: Iterable[str]) -> None:
+        forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
+        words = sorted(forms, key=len, reverse=True)
+        self._pattern = re.compile(b"|".join(map(re.escape, words))) if words else None
+
+    def data(self, data: bytes) -> bytes:
+        """Returns ``data`` without the values."""
+        return self._pattern.sub(MASK, data) if self._pattern else data
+
+    def text(self, text: str) -> str:
+        """Returns ``text`` without the values."""
+        return self.data(text.encode("utf-8", "surrogatepass")).decode("utf-8", "surrogatepass")
+
+    def verdict(self, verdict: Verdict) -> Verdict:
+        """Returns a verdict without the values: in output, errors, names of rewards and artifacts."""
+        if self._pattern is None:
+            return verdict
+        return replace(
+            verdict,
+            rewards={self.text(name): value for name, value in verdict.rewards.items()},
+            output=self.text(verdict.output),
+            error=self.text(verdict.error),
+            agent_error=self.text(verdict.agent_error),
+            artifacts=self._artifacts(verdict.artifacts),
+        )
+
+    def _artifacts(self, artifacts: Sequence[Artifact]) -> list[Artifact]:
+        return [replace(one, name=self.text(one.name), data=self.data(one.data)) for one in artifacts]
+
+
+def _forms(value: str) -> Iterator[bytes]:
+    raw = value.encode("utf-8", "surrogateescape")
+    percent = [quote(raw, safe=safe) for safe in ("", "/", "/:?&=+,;@")] + [quote_plus(raw)]
+    lower = [re.sub("%..", lambda match: match[0].lower(), text) for text in percent]
+    yield raw
+    for text in (*percent, *lower, json.dumps(value)[1:-1], raw.hex(), raw.hex().upper(), repr(value)[1:-1]):
+        yield text.encode("utf-8", "surrogatepass")
+    for offset in range(3):  # what comes before the value shifts it in base64
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            whole = encode(bytes(offset) + raw)
+            form = whole[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]
+            if len(form) >= SHORTEST:
+                yield form
