@@ -281,10 +281,10 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("name", ["a link to a file of the host", "a pipe that nobody writes"])
-def test_a_reward_that_is_no_file_is_no_reward(judge: Judge, name: str) -> None:
+def test_a_reward_that_is_not_a_file_is_zero(judge: Judge, name: str) -> None:
     make, said = REWARDS[name]
     verdict = judge("true", f"cd /logs/verifier; {make}")
-    assert verdict.reward is None
+    assert verdict.reward == 0
     assert said in verdict.error
 
 
