@@ -262,7 +262,7 @@ REWARDS = {
 def test_a_reward_that_is_no_file_is_no_reward(judge: Judge, name: str) -> None:
     make, said = REWARDS[name]
     verdict = judge("true", f"cd /logs/verifier; {make}")
-    assert verdict.reward is None
+    assert verdict.reward == 0.0
     assert said in verdict.error
 
 
