@@ -443,8 +443,8 @@ def test_a_hanging_patch_is_not_resolved_and_a_wrong_image_is_infrastructure(wor
         return await sandbox.exec("echo 'import time; time.sleep(600)' >> xmltodict.py")
 
     verdict, _ = world.judge("named", hang)
-    assert (verdict.reward, verdict.error) == (0.0, "")
-    assert "ran longer than 3 s" in verdict.output
+    assert (verdict.reward, verdict.error) == (0.0, "the tests ran longer than 3 s")
+    assert verdict.rewards == {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}
     world.images["nothing"], kept = Path(rootfs), world.images["xmltodict"]
     world.images["xmltodict"] = Path(rootfs)
     try:

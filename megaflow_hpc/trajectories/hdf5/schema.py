@@ -65,7 +65,7 @@ GROUPS = (
             ("policy", STRING, "n", "the policy that was rolled out"),
             ("agent", STRING, "n", "key of the agent in the campaign"),
             ("status", STRING, "n", "`completed`, `truncated` (both verified), `failed` or `cancelled`"),
-            ("error_kind", STRING, "n", "empty, or agent, model, sandbox, verifier, node, walltime, user"),
+            ("error_kind", STRING, "n", "empty; with a verdict agent, verifier; else model, sandbox, node, walltime, user"),
             ("error", TEXT, "n", "the cause in words"),
             ("node", STRING, "n", "host that carried it out"),
             ("job_id", STRING, "n", "Slurm job, `<array job>_<element>`"),

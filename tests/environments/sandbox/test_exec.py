@@ -17,7 +17,7 @@ import pytest
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.running import RunningCommand
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPair
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.errors import ConfigError, LostError, SandboxError
 from megaflow_hpc.host.process import descendants
 from megaflow_hpc.types import ExecResult
 from tests.support.sandboxes import runs
@@ -316,20 +316,23 @@ def test_killing_the_group_the_runner_or_everyone_costs_that_command_only(in_any
     assert after.stdout == "kept\n"
 
 
-def test_a_kill_from_outside_is_a_lost_sandbox_and_never_a_result(in_any_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
+def test_a_kill_from_outside_is_a_lost_container_and_never_a_result(in_any_sandbox: InSandbox) -> None:
+    """Whoever asks for a new container gets one, on the same files: an agent's work can still be judged."""
+
+    async def use(sandbox: ApptainerSandbox) -> str:
+        await sandbox.exec("touch /kept")
         command = asyncio.create_task(sandbox.exec("sleep 60"))
         await until_async(lambda: sandbox.busy, "the command runs")
         assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
-        with pytest.raises(SandboxError, match="ended from outside"):
+        with pytest.raises(LostError, match="ended from outside"):
             await command
-        with pytest.raises(SandboxError, match="ended from outside"):
+        with pytest.raises(LostError, match="ended from outside"):
             await sandbox.exec("true")
-        with pytest.raises(SandboxError, match="ended from outside"):
-            await sandbox.kill_processes()
+        await sandbox.kill_processes()
+        return (await sandbox.exec("ls /kept")).stdout
 
-    in_any_sandbox(use)
+    assert in_any_sandbox(use) == "/kept\n"
 
 
 def test_stopping_ends_a_command_under_way_with_an_error(in_any_sandbox: InSandbox) -> None:
