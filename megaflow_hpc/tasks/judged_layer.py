@@ -26,6 +26,10 @@ from megaflow_hpc.tasks.formats import VerificationContext
 
 OWN_HOME = "/.megaflow-home"
 """Home directory of tests if the agent could write to the usual one."""
+_LOADED = ("PATH", "HOME", "BASE", "ENV")
+"""How the names of variables end that name files and directories which programs load (``PYTHONPATH``, ``CARGO_HOME``,
+``PYTHONUSERBASE``, ``BASH_ENV``)."""
+_OTHERS = ("PATH", "HOME")
 _MOST_NAMED = 50
 
 
@@ -128,7 +132,7 @@ class JudgedLayer:
 
     def _rules(self) -> Rules:
         home = self._variables["HOME"].strip("/")
-        loaded = (value for name, value in self._variables.items() if name.endswith("PATH") and name != "PATH")
+        loaded = (value for name, value in self._variables.items() if name.endswith(_LOADED) and name not in _OTHERS)
         return Rules(
             kept=sorted(set(self._kept)),
             additions=not self._context.fresh,

@@ -44,7 +44,7 @@ class Rules:
     programs: Sequence[str] = PROGRAM_DIRS
     """Directories on ``PATH``."""
     loaded: Sequence[str] = ()
-    """Further directories that programs load from (``PYTHONPATH`` and the like)."""
+    """Further files and directories that programs load (``PYTHONPATH`` and the like)."""
     home: str = "root"
     """The home directory: a name in it that begins with a dot is a setting."""
 
