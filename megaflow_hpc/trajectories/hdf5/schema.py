@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 FORMAT = "megaflow-hpc/trajectories"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 STRING = "string"
 """UTF-8 of fixed width, padded with NUL; a file's own width, a power of two. Older files have variable lengths."""
@@ -141,6 +141,15 @@ GROUPS = (
             ("agent_s", "float32", "t", "seconds in the agent itself"),
             ("wait_s", "float32", "t", "seconds waiting for an engine"),
             ("server", STRING, "t", "the engine server that answered"),
+            ("policy", STRING, "t", "the policy that answered; empty where unknown (version 1)"),
+            ("message", "int64", "t", "its answer, counted among the messages of its trajectory; -1 where unknown"),
+            (
+                "started_by",
+                "int64",
+                "t",
+                "the call whose tool calls had no results yet when this call began another conversation, so the one "
+                "that started a sub-agent, counted among the turns of its trajectory; -1 if there is none",
+            ),
         ),
     ),
     Group(
@@ -155,9 +164,18 @@ GROUPS = (
     ),
     Group(
         "messages",
-        "The conversation. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object in OpenAI message "
-        "form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain JSON. `q` messages.",
+        "Every message of every model call. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object "
+        "in OpenAI message form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain "
+        "JSON. The messages of a trajectory are a tree, because conversations share what they have in common: the "
+        "conversation of a call is its answer, `/turns/message`, and the messages before that by `parent`. In files of "
+        "version 1 the messages of a trajectory are its longest conversation, and no call is linked. `q` messages.",
         (
+            (
+                "parent",
+                "int64",
+                "q",
+                "the message before it, counted among the messages of its trajectory; -1 where a conversation begins",
+            ),
             ("offset", "int64", "q+1", "into `json`"),
             ("json", "uint8", "qb", "UTF-8 bytes"),
         ),
@@ -233,8 +251,13 @@ OPTIONAL: dict[str, Any] = {
     **{f"trajectories/{name}": math.nan for name in MEASURED},
     "sequences/weight_version_min": -1,
     "sequences/weight_version_max": -1,
+    "turns/policy": "",
+    "turns/message": -1,
+    "turns/started_by": -1,
+    "messages/parent": None,
 }
-"""Columns that files of older software lack, and the values read instead."""
+"""Columns that files of older software lack, and the values read instead; see
+:func:`~megaflow_hpc.trajectories.hdf5.numbering.missing`."""
 
 LOGPROB_CHUNK = 4096
 """Log-probabilities per chunk: they are noise, so larger chunks gain nothing and slow random reading."""

@@ -36,7 +36,8 @@ class Kept:
         task, policy, _ = rollout_id.rsplit("/", 2)
         trajectory = Trajectory(rollout_id, task, f"{task}/{policy}", policy, "a", "completed")
         trajectory.sequences, trajectory.turns = recording.sequences, recording.turns
-        trajectory.messages, trajectory.artifacts = recording.messages, [calls_artifact(recording)]
+        trajectory.messages, trajectory.parents = recording.messages, recording.parents
+        trajectory.artifacts = [calls_artifact(recording)]
         self.rollouts[rollout_id] = Trajectory.from_record(trajectory.to_record())
 
 
