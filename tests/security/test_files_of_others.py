@@ -213,7 +213,7 @@ def test_a_run_directory_is_read_without_it(crafted, run):
     """As the run's own file: following and gathering go by the journals, or refuse."""
     shutil.move(crafted, run.trajectories)
     rows = list(follow(run, over=lambda: True))
-    assert [row.messages for row in rows] == [trajectory(n).messages for n in range(8)]
+    assert [row.trajectory().messages for row in rows] == [trajectory(n).messages for n in range(8)]
     gather(run)
     assert validate(run.trajectories) == []
 

@@ -11,7 +11,7 @@ import numpy as np
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.reading.conversations import Call, Conversation, conversations, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView, Source
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, path_to
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
 _SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
@@ -75,6 +75,28 @@ class Row:
             for turn in source.turns(row)
         ]
         return conversations(source.messages(row), source.parents(row), turns)
+
+    def conversation_record(self) -> dict[str, Any]:
+        """Returns the conversations as plain JSON.
+
+        Returns:
+            ``messages``, the main one; ``conversations``, all of them, each with the indices of its ``messages``, the
+            ``turns`` whose answers those are, and its links; and, if there is more than the main conversation, the
+            ``tree`` whose messages are meant: ``messages`` and the ``parents`` of each.
+        """
+        found, messages, parents = (
+            self.conversations,
+            self._source.messages(self.index),
+            self._source.parents(self.index),
+        )
+        links = ("policy", "parent", "shared", "started_by", "turns")
+        record: dict[str, Any] = {
+            "messages": found[main(found, self.policy)].messages if found else [],
+            "conversations": [{"messages": one.nodes, **{name: getattr(one, name) for name in links}} for one in found],
+        }
+        if parents != linked((), len(messages)):
+            record["tree"] = {"messages": messages, "parents": parents}
+        return record
 
     def call(self, number: int) -> Call:
         """Returns one model call: the messages that were asked, the answer and its turn.
