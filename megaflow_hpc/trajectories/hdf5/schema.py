@@ -198,8 +198,9 @@ GROUPS = (
         "artifacts",
         "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
         "trajectories. `calls.jsonl` has a line of JSON per turn with what a replay needs beside the tokens: the "
-        "request's `id`, `asked` (a digest of the conversation), and the answer as `text` or, where there is more to "
-        "it, as `message`. (Older files have `engine.jsonl` instead, with the sampled ids a second time, up to 8 MiB.)",
+        "request's `id`, `asked` (a digest of the conversation), and the `text` of an answer that is no message. (In "
+        "files of version 1 that is the `text` or `message` of every answer; older ones have `engine.jsonl` instead, "
+        "with the sampled ids a second time, up to 8 MiB.)",
         (
             ("name", STRING, "f", "file name"),
             ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
@@ -210,6 +211,11 @@ GROUPS = (
 )
 
 REWARDS_DOC = "One dataset per reward the verifiers named, float32 `(n)`: the reward, NaN where the rollout has none."
+
+IMAGES_DOC = (
+    "Reserved for the bytes, SHA-256 and size of each distinct image and the token spans that show it. This software "
+    "writes no such group, and passes over one that is there."
+)
 
 ROOT_ATTRIBUTES = (
     ("format", f"`{FORMAT}`"),
@@ -306,5 +312,5 @@ def markdown() -> str:
         lines += ["", f"### `/{group.name}`", "", group.doc, "", "| dataset | type | length | holds |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
-    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC]
+    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC, "", "### `/images`", "", IMAGES_DOC]
     return "\n".join(lines) + "\n"

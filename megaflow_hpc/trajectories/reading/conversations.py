@@ -115,3 +115,19 @@ def main(found: Sequence[Conversation], policy: str) -> int:
     Of several that are alike, the first.
     """
     return max(range(len(found)), key=lambda n: (found[n].policy == policy, found[n].calls, len(found[n].nodes), -n))
+
+
+def heading(number: int, conversation: Conversation) -> str:
+    """Returns a line on a conversation: its number, its calls, and where it comes from."""
+    calls = [call for call in conversation.turns[conversation.shared :] if call is not None]
+    if conversation.started_by is not None:
+        begins = f"started while call {conversation.started_by} waited for its tools"
+    elif conversation.shared:
+        begins = f"branches off conversation {conversation.parent} after [{conversation.shared - 1}]"
+    else:
+        begins = "starts anew" if number else "the first one"
+    if conversation.started_by is not None and conversation.parent is not None:
+        begins += f" in conversation {conversation.parent}"
+    policy = f", policy {conversation.policy}" if conversation.policy else ""
+    count = f"{len(calls)} call{'s' * (len(calls) != 1)}"
+    return f"conversation {number}: {count}{policy}, {begins}"
