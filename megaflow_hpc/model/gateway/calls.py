@@ -168,8 +168,10 @@ class Calls:
             self.tokens += len(sample.tokens)
         if not answer.samples:
             total, sampled = protocols.usage(answer.body)
-            sample = replace(protocols.text_of(answer), policy=policy, server=server.name)
-            recorder.add_text(sample, conversation, known, counted=sampled, model_s=model_s, wait_s=wait_s)
+            for number, sample in enumerate(protocols.texts_of(answer)):
+                sample = replace(sample, policy=policy, server=server.name)
+                times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
+                recorder.add_text(sample, conversation, known, counted=0 if number else sampled, **times)
             self._caller.limits.charge(total)
             self.tokens += sampled
         recorder.count(answer.protocol, server.degraded)

@@ -84,7 +84,7 @@ class Conversations:
         """Stores the messages of a call that are new, and its answer; returns the answer's node, -1 without one."""
         node = asked.nodes[-1] if asked.nodes else -1
         for message, key in zip(asked[len(asked.nodes) :], asked.keys[len(asked.nodes) :], strict=True):
-            known = self._children.get((node, key))
+            known = [child for child in self._children.get((node, key), ()) if child not in self._turns]
             node = known[0] if known else self._append(message, node, key)
         if answer is None:
             return -1

@@ -57,7 +57,7 @@ class Tree:
     exchanges: list[Exchange] = field(default_factory=list)
     did: Counter[str] = field(default_factory=Counter)
     """What happened in it, counted."""
-    left: int = 24
+    left: int = 16
     """Calls that it may still make."""
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ class Agent:
             self._take(answer, self)
             await self._go_on(answer)
             if self.chance(0.12, "titles"):
-                self.tree.aside(self._title())
+                self._title()
         return last
 
     async def ask(self, request: Request) -> list[Said] | None:
@@ -261,10 +261,11 @@ class Agent:
             text = await child.run(child.draw.choice((1, 2, 3)))
         return Said("tool", text, result_of=call.id)
 
-    async def _title(self) -> None:
+    def _title(self) -> None:
         agent = self.tree.agent(f"{self.path}.t{self.calls}")
-        agent.history = [Said("system", "Give a title."), Said("user", self.history[min(1, len(self.history) - 1)].text)]
-        await agent.ask(Request(agent._model(), 0, list(agent.history), tools=False))
+        told = self.history[min(1, len(self.history) - 1)].text
+        agent.history = [Said("system", "Give a title."), Said("user", told)]
+        self.tree.aside(agent.ask(Request(agent._model(), 0, list(agent.history), tools=False)))
 
     # --- what becomes of the history -------------------------------------------------------------------------------
 

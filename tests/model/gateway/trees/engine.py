@@ -125,7 +125,7 @@ class Engine:
         if calls:
             message["tool_calls"] = calls
         tokens = [*written(message), END]
-        if not calls and draw.random() < 0.1:
+        if not calls and len(tokens) > 1 and draw.random() < 0.1:
             tokens.pop()
             finish = "length"
         if model in ("split", "other"):

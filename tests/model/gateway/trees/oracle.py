@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
 from tests.model.gateway.trees.clients import Said
-from tests.model.gateway.trees.engine import MODELS, UNIQUE, Given
+from tests.model.gateway.trees.engine import MODELS, START, UNIQUE, Given
 
 Key = str
 
@@ -49,7 +49,8 @@ class Oracle:
         self.given, self.policy = list(given), policy
         self.exchanges = {exchange.request.call: exchange for exchange in exchanges}
         self.answers = {(one.call, one.choice): one for one in given}
-        expect(len(self.answers) == len(given), "a call was made twice")
+        twice = [one for one in given if self.answers[one.call, one.choice] is not one]
+        expect(not twice, "a call was made twice:", *twice[:1], *(self.exchanges[one.call] for one in twice[:1]))
 
     def got(self, one: Given) -> bool:
         """Whether the client got the answer."""
@@ -89,7 +90,7 @@ class Oracle:
             expect(calls_of(asked) in allowed, at, asked, sent)
             thoughts = {sent.thought} if sent.thought else self._thoughts(said, place, origin)
             expect(thought_of(asked) in thoughts, at, "the thought", thought_of(asked), "is none of", thoughts, sent)
-        self._check_prompt(one, said)
+        self._check_prompt(one)
 
     def _thoughts(self, said: Sequence[Said], place: int, origin: Given | None) -> set[str]:
         """Returns what an answer that is handed back without its thought may get for one."""
@@ -105,15 +106,17 @@ class Oracle:
                 found.add(thought_of(one.message))
         return found
 
-    def _check_prompt(self, one: Given, said: Sequence[Said]) -> None:
-        """Sampled ids in a prompt are of the answers that the conversation holds at that place."""
-        place = -1
+    def _check_prompt(self, one: Given) -> None:
+        """Sampled ids in a prompt are of an answer that says what the engine was asked at that place."""
+        numbers, place = {each.number: each for each in self.given}, -1
         for token in one.prompt:
-            place += token == 257
+            place += token == START
             if token >= UNIQUE:
-                origin = said[place].origin if place < len(said) else None
-                number = self.answers[origin].number if origin in self.answers else None
-                expect((token - UNIQUE) // 256 == number, f"call {one.call}: ids of answer", (token - UNIQUE) // 256, "not", number, "at", place, said, one.asked, [[x.number,x.model,x.call,x.choice,x.asked,x.message] for x in self.given if x.number in (number, (token - UNIQUE) // 256)])
+                answer = numbers[(token - UNIQUE) // 256]
+                expect(place < len(one.asked) and answer.model == one.model, f"call {one.call}: ids of", answer)
+                asked, said = one.asked[place], answer.message
+                same = [(text_of(each).strip(), thought_of(each), values_of(each)) for each in (asked, said)]
+                expect(same[0] == same[1], f"call {one.call}: ids of another answer:", asked, said)
 
     # --- what is stored --------------------------------------------------------------------------------------------
 
@@ -134,8 +137,9 @@ class Oracle:
         """Compares the calls of a format with the engine's, both as keys."""
         kept = Counter(found)
         must, may = Counter(key(one) for one in self.given if self.got(one)), Counter(map(key, self.given))
-        expect(not must - kept, f"{name}: a call is missing:", *must - kept)
-        expect(not kept - may, f"{name}: a call that was not made so:", *kept - may, "\nthe engine's:\n", "\n".join(may))
+        lost, wrong = must - kept, kept - may
+        expect(not lost, f"{name}: {len(lost)} calls are missing:", *list(lost)[:1], "\nwrong:", *list(wrong)[:1])
+        expect(not wrong, f"{name}: {len(wrong)} calls that were not made so:", *list(wrong)[:1])
 
     def _check_columns(self, row: Row) -> None:
         """Scores and versions are exactly where a token was sampled."""
@@ -350,6 +354,10 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         (c["id"], c["function"]["name"], json.loads(c["function"]["arguments"] or "{}"))
         for c in message.get("tool_calls") or ()
     ]
+
+
+def values_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [call[1:] for call in calls_of(message)]
 
 
 def _named(message: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
