@@ -11,10 +11,14 @@ import asyncio
 import json
 import os
 import sys
+import traceback
 from importlib.metadata import version
 from typing import Any
 
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "CRITICAL"}
+
+LONGEST = 1500
+"""Characters of a traceback that are told."""
 
 
 def say(line: dict[str, Any]) -> None:
@@ -23,7 +27,7 @@ def say(line: dict[str, Any]) -> None:
 
 
 async def ask(kind: str, options: dict[str, Any]) -> Any:
-    """Makes one call; returns what its API's answer is in JSON, and of a stream of messages its text."""
+    """Makes one call; returns what its API's answer is in JSON."""
     import litellm
 
     stream = options.get("stream")
@@ -38,11 +42,7 @@ async def ask(kind: str, options: dict[str, Any]) -> Any:
             last = [event async for event in answer][-1]
             answer = last.response
         return answer.model_dump(mode="json")
-    answer = await litellm.anthropic.messages.acreate(**options)
-    if not stream:
-        return dict(answer)
-    parts = [part async for part in answer]
-    return b"".join(part if isinstance(part, bytes) else str(part).encode() for part in parts).decode()
+    return dict(await litellm.anthropic.messages.acreate(**options))
 
 
 async def serve() -> None:
@@ -55,7 +55,8 @@ async def serve() -> None:
         except asyncio.CancelledError:
             say({"id": request["id"], "error": "cancelled"})
         except Exception as error:
-            say({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+            where = traceback.format_exc()[-LONGEST:]
+            say({"id": request["id"], "error": f"{request['kind']}: {type(error).__name__}: {error}\n{where}"})
         tasks.pop(request["id"], None)
 
     while line := await reader.readline():

@@ -28,7 +28,7 @@ from tests.model.gateway.trees.clients import Clients, Left, Request, Said, Tool
 from tests.model.gateway.trees.engine import MODELS, PROMPTS, Engine
 
 SYSTEMS = ("You are a helper.", "Be exact.")
-RESULTS = ("ok", "rain", "")
+RESULTS = ("ok", "ok", "")
 FOLLOW_UPS = ("Go on.", "Why?")
 REFUSALS = (openai.BadRequestError, anthropic.BadRequestError)
 RENAMES = 0.0
@@ -220,7 +220,7 @@ class Agent:
         return model if model in MODELS else self.tree.policy
 
     def _model(self) -> str:
-        if self.chance(0.07, "policy changed"):
+        if self.chance(0.1, "policy changed"):
             return self.draw.choice(list(MODELS))
         return self.policy if self.policy != self.tree.policy or self.chance(0.5) else "gpt-of-the-agent"
 
@@ -251,7 +251,7 @@ class Agent:
             results.pop()
         self.history += results
         if not results:
-            self.history.append(Said("user", self.draw.choice((*FOLLOW_UPS, f"More of {self.path} {self.calls}."))))
+            self.history.append(Said("user", self.draw.choice((*FOLLOW_UPS, *FOLLOW_UPS, f"More of {self.path} {self.calls}."))))
 
     async def _result(self, number: int, call: ToolCall) -> Said:
         text = self.draw.choice((*RESULTS, f"out {self.path} {self.calls} {number}"))

@@ -23,7 +23,7 @@ MODELS = {"plain": "plain", "split": "split", "other": "plain", "text": "text", 
 """Model, which is also the name of its policy → the gateway's protocol for it. ``mute`` leaves out all tokens."""
 END, START, UNIQUE = 256, 257, 1024
 """Ids of marks, and the first that is some answer's alone."""
-TEXTS = ("Done.", "OK.", "I look.", "", "Grüße, 世界.")
+TEXTS = ("Done.", "OK.", "")
 THOUGHTS = ("Hm.", "Let me see.")
 ARGUMENTS: tuple[dict[str, Any], ...] = ({"command": "ls"}, {"command": "ls", "flags": ["-l", None]}, {})
 PROMPTS = ("Find the fault.", "Read the log.")
@@ -115,7 +115,7 @@ class Engine:
         self._count += 1
         unique = f"thought {call} {choice}"
         thought = draw.choice(("", unique, unique, *THOUGHTS))
-        text = draw.choice((*TEXTS, f"text {call} {choice}\n"))
+        text = draw.choice((*TEXTS, *TEXTS, f"Grüße, 世界 {call} {choice}\n"))
         names = [tool["function"]["name"] for tool in body.get("tools") or ()]
         calls = [_call(draw, names, n, f"{call}{choice}") for n in range(draw.choice((0, 1, 1, 2)) if names else 0)]
         finish = "tool_calls" if calls else "stop"

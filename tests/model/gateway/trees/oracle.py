@@ -18,6 +18,7 @@ from typing import Any
 from megaflow_hpc.cli.runs import show
 from megaflow_hpc.report.transcripts import transcript_of
 from megaflow_hpc.trajectories.exports import atif, jsonl
+from megaflow_hpc.trajectories.reading.conversations import Call
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
@@ -164,8 +165,9 @@ class Oracle:
         views = row.sequences
         ids = [json.loads(each)["id"] for a in row.artifacts for each in a.data.decode().splitlines()]
         expect(len(ids) == len(row.turns), "calls.jsonl")
-        for number, turn in enumerate(row.turns):
-            call = row.call(number)
+        calls = [row.call(number) for number in range(len(row.turns))]
+        for number, call in enumerate(calls):
+            turn = call.turn
             columns = {"tokens": [], "logprobs": []}
             if turn.sequence >= 0:
                 view = views[turn.sequence]
@@ -177,19 +179,19 @@ class Oracle:
                 same = [one for one in self.given if _key(one) == keys[-1]]
                 expect(ids[number] in [one.id for one in same], "the id of another call", ids[number])
         self._compare("HDF5", keys, _key)
-        self._check_conversations(row)
+        self._check_conversations(row, calls)
         return found
 
-    def _check_conversations(self, row: Row) -> None:
+    def _check_conversations(self, row: Row, calls: Sequence[Call]) -> None:
         """Each call is in a conversation in which the messages before it are those that were asked."""
         own = Counter[int]()
         for one in row.conversations:
             for place, number in enumerate(one.turns):
                 if number is not None:
-                    call = row.call(number)
+                    call = calls[number]
                     expect([*call.messages, call.answer] == one.messages[: place + 1], "a conversation of other messages")
                     own[number] += place >= one.shared
-        expect(own == Counter(range(len(row.turns))), "calls in conversations:", own)
+        expect(own == Counter(range(len(calls))), "calls in conversations:", own)
 
     def _check_tree(self, name: str, record: Mapping[str, Any], versions: str) -> None:
         """A record in JSON: its tree, its turns, and its list of conversations."""
