@@ -50,7 +50,7 @@ class Conversations:
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
             self._index(node, fingerprint(self._messages[node]), answers.get(node))
-            self._open.pop(parent, None)
+            self._close(parent)
 
     def find(self, messages: Sequence[Message], policy: str) -> Asked:
         """Returns the messages of a call as they go to the engine, with their place in the tree.

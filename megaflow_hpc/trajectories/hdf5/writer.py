@@ -39,10 +39,7 @@ _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
     *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "started_at", "finished_at"),
 )
-_TURN = (
-    *("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server"),
-    *("policy", "message", "started_by"),
-)
+_TURN = tuple(c.name for c in COLUMNS.values() if c.group == "turns" and c.path not in NUMBERED)
 _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
 
 
