@@ -62,22 +62,26 @@ class Conversations:
         keys = [fingerprint(message) for message in messages]
         levels: list[list[int]] = []
         for message, key in zip(messages, keys, strict=True):
-            found = self._matching(levels[-1] if levels else [-1], message, key, policy)
+            found = self._matching(levels[-1] if levels else [-1], message, key)
             if not found:
                 break
             levels.append(found)
         nodes = [min(levels[-1])] if levels else []
-        known = len(levels)
-        for depth in range(len(levels) - 2, -1, -1):  # what the rest of the conversation rules out
-            levels[depth] = sorted({self._parents[node] for node in levels[depth + 1]})
+        known, told_apart = len(levels), False
+        for depth in range(len(levels) - 2, -1, -1):
+            # A later answer rules others out; what a client adds may be new to any of them.
+            told_apart = told_apart or messages[depth + 1].get("role") == "assistant"
+            if told_apart:
+                levels[depth] = sorted({self._parents[node] for node in levels[depth + 1]})
             nodes.append(self._parents[nodes[-1]])
         nodes.reverse()
         sent = list(messages)
         for depth, fitting in enumerate(levels):
-            sent[depth] = self._as_written(nodes[depth], messages[depth])
-            if any(self._as_written(node, messages[depth]) != sent[depth] for node in fitting):
-                sent[depth], known = messages[depth], depth
+            first, *others = (self._as_written(node, messages[depth], keys[depth], policy) for node in fitting)
+            if first is None or any(other != first for other in others):
+                known = depth
                 break
+            sent[depth] = first
         return Asked(sent, keys, nodes[:known], self._starter(sent, nodes[:known]))
 
     def add(self, asked: Asked, answer: Message | None, turn: int) -> int:
@@ -109,7 +113,7 @@ class Conversations:
         for each in keys:
             self._children.setdefault((parent, each), []).append(node)
 
-    def _matching(self, parents: Sequence[int], message: Message, key: str, policy: str) -> list[int]:
+    def _matching(self, parents: Sequence[int], message: Message, key: str) -> list[int]:
         """Returns the children of some nodes that a message may be."""
         found = [node for parent in parents for node in self._children.get((parent, key), ())]
         if message.get("role") != "assistant":
@@ -121,16 +125,20 @@ class Conversations:
                 for node in self._children.get((parent, f"ids {ids}"), ()):
                     alike += [node] if completes(message, self._messages[node]) else []
             for node in alike:
-                own = self._recording.turns[self._turns[node]].policy == policy
-                if own and node not in found and thought in ("", reasoning_of(self._messages[node])):
+                if node not in found and thought in ("", reasoning_of(self._messages[node])):
                     found.append(node)
         named = [node for node in found if call_ids(self._messages[node]) == ids]
         return named or found
 
-    def _as_written(self, node: int, message: Message) -> Message:
-        """Returns the answer at a node, with the ids that the client gave its tool calls: later messages name them."""
+    def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
+        """Returns the answer at a node, with the ids that the client gave its tool calls: later messages name them.
+
+        ``None`` if it is another policy's, and not what the client sent.
+        """
         if node not in self._turns:
             return message
+        if self._recording.turns[self._turns[node]].policy != policy:
+            return message if node in self._children.get((self._parents[node], key), ()) else None
         answer = dict(self._messages[node])
         if call_ids(answer) != call_ids(message):
             pairs = zip(answer["tool_calls"], message["tool_calls"], strict=True)

@@ -190,6 +190,38 @@ def test_an_answer_of_another_policy_is_no_thought_of_this_one(rollout: Rollout)
     assert [c.policy for c in rollout.conversations] == ["planner", "p"]
 
 
+def test_an_answer_of_another_policy_that_says_the_same_words_gets_no_thought_of_this_one(rollout: Rollout) -> None:
+    rollout.call([user("A")], said("I look.", "a planner's thought"), policy="planner")
+    rollout.call([user("A")], said("I look.", "my thought"))
+    rollout.call([user("A"), said("I look."), user("do it")], said("done"))
+    assert rollout.sent[-1][1] == said("I look.")
+    rollout.check()
+
+
+def test_what_one_agent_was_told_next_does_not_rule_out_another_that_is_told_the_same(rollout: Rollout) -> None:
+    """Two sub-agents, told the same and saying the same, the second when the first is further on."""
+    told = [user("A"), said("I look."), user("go on")]
+    rollout.call([user("A")], said("I look.", "thought of the first"))
+    rollout.call(told, said("done"))
+    assert rollout.sent[-1][1] == said("I look.", "thought of the first")
+    rollout.call([user("A")], said("I look.", "thought of the second"))
+    rollout.call(told, said("fine"))
+    assert rollout.sent[-1][1] == said("I look.")
+    for answer, thought in (("done", "thought of the first"), ("fine", "")):
+        rollout.call([*told, said(answer), user("more")], said("yes"))
+        assert rollout.sent[-1][1] == said("I look.", thought)
+    rollout.check()
+
+
+def test_alternatives_that_are_sent_as_one_of_them_was_said_are_a_message_of_the_client(rollout: Rollout) -> None:
+    """One alternative had no thought: what is sent is what it said, but the client may mean the other."""
+    for thought in ("", "thought"):
+        rollout.call([user("A")], said("I look.", thought))
+    rollout.call([user("A"), said("I look."), user("go on")], said("done"))
+    assert rollout.conversations[-1].turns == [None, None, None, 2]
+    rollout.check()
+
+
 def test_the_form_of_a_text_is_no_other_message(rollout: Rollout) -> None:
     """Clients that mark what a provider caches turn a text into a list of one part, and back."""
     rollout.call([user("A")], said("one", "thought"))

@@ -31,7 +31,6 @@ SYSTEMS = ("You are a helper.", "Be exact.")
 RESULTS = ("ok", "ok", "")
 FOLLOW_UPS = ("Go on.", "Why?")
 REFUSALS = (openai.BadRequestError, anthropic.BadRequestError)
-RENAMES = 0.0
 LATE_S = 0.03
 """Seconds that an answer takes whose client leaves before it has come."""
 
@@ -149,8 +148,6 @@ class Agent:
     def __post_init__(self) -> None:
         self.thinks = self.kind != ("litellm", "chat") and self.draw.random() < 0.4
         """It hands thoughts back."""
-        self.renames = self.draw.random() < RENAMES
-        """It gives tool calls ids of its own."""
 
     def chance(self, share: float, what: str = "") -> bool:
         happens = self.draw.random() < share
@@ -236,10 +233,10 @@ class Agent:
             calls = tuple(replace(c, arguments=json.dumps(c.values, sort_keys=True, indent=1)) for c in calls)
         elif self.chance(0.2, "arguments completed"):
             calls = tuple(replace(c, arguments=json.dumps({**c.values, "timeout": 30})) for c in calls)
-        if self.renames:
-            calls = tuple(replace(c, id=f"mine_{n}") for n, c in enumerate(calls))
         text = answer.text.strip() if self.chance(0.2) else answer.text
         thought = answer.thought if self.thinks else ""
+        if self.kind == ("litellm", "messages") and not (text.strip() or thought or calls):
+            text, answer = "(nothing)", replace(answer, origin=None)  # it would leave the message out
         agent.history.append(replace(answer, text=text, thought=thought, calls=calls))
 
     async def _go_on(self, answer: Said) -> None:
