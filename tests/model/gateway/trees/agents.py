@@ -24,7 +24,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.agent_run import _add
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import AgentResult, Rollout
-from tests.model.gateway.trees.clients import Clients, Left, Request, Said, ToolCall
+from tests.model.gateway.trees.clients import KINDS, Clients, Left, Request, Said, ToolCall
 from tests.model.gateway.trees.engine import MODELS, PROMPTS, Engine
 
 SYSTEMS = ("You are a helper.", "Be exact.")
@@ -129,7 +129,8 @@ class Tree:
         if draw.random() < 0.8:
             history.insert(0, Said("system", draw.choice(SYSTEMS)))
         policy = self.policy if draw.random() < 0.8 else draw.choice(list(MODELS))
-        return Agent(self, path, draw, draw.choice(self.clients.kinds), history, policy, depth)
+        kinds = KINDS["litellm" if self.clients.litellm and draw.random() < 0.25 else "native"]
+        return Agent(self, path, draw, draw.choice(kinds), history, policy, depth)
 
 
 @dataclass

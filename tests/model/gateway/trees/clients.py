@@ -20,11 +20,11 @@ import openai
 from megaflow_hpc.types import ModelEndpoint
 from tests.model.gateway.trees.engine import ARGUMENTS
 
-KINDS = tuple(
-    (maker, api)
-    for maker, apis in (("openai", ("chat", "responses")), ("anthropic", ("messages",)))
-    for api in apis
-) + tuple(("litellm", api) for api in ("chat", "messages", "responses"))
+KINDS = {
+    "native": (("openai", "chat"), ("openai", "responses"), ("anthropic", "messages")),
+    "litellm": (("litellm", "chat"), ("litellm", "messages"), ("litellm", "responses")),
+}
+"""Makers of clients, each with the APIs that it speaks."""
 TOOLS = {
     name: {"type": "object", "properties": {key: {} for key in keys}}
     for name, keys in (("bash", sorted(ARGUMENTS[1])), ("task", ["prompt"]))
@@ -81,10 +81,6 @@ class Clients:
     anthropic: anthropic.AsyncAnthropic
     litellm: LiteLLM | None
     endpoint: ModelEndpoint | None = None
-
-    @property
-    def kinds(self) -> Sequence[tuple[str, str]]:
-        return [kind for kind in KINDS if kind[0] != "litellm" or self.litellm]
 
     def connect(self, endpoint: ModelEndpoint) -> None:
         """Goes on with another rollout."""

@@ -296,14 +296,14 @@ def packed(*parts: Any) -> Key:
 def _key(one: Given) -> Key:
     told = one.tells_tokens
     columns = brief(one.prompt, one.tokens, one.logprobs) if told else brief([], [], [])
-    return packed([exact(m) for m in one.asked], exact(one.message), *columns, one.finish_reason, one.model)
+    return packed(asked_form(one.asked), exact(one.message), *columns, one.finish_reason, one.model)
 
 
 def _stored(asked: Sequence[Any], answer: Any, turn: Any, columns: Mapping[str, Sequence[Any]]) -> Key:
     tokens, scores = columns.get("tokens", []), columns.get("logprobs", [])
     span = slice(turn.token_start, turn.token_end)
     kept = brief(tokens[: turn.token_start], tokens[span], scores[span])
-    return packed([exact(m) for m in asked], exact(answer), *kept, turn.finish_reason, turn.policy)
+    return packed(asked_form(asked), exact(answer), *kept, turn.finish_reason, turn.policy)
 
 
 def brief(prompt: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> list[str]:
@@ -317,8 +317,16 @@ def exact(message: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value not in (None, "", [])}
     if "content" in found:
         found["content"] = text_of(message)
-    if "tool_calls" in found:
-        found["tool_calls"] = [{**call, "id": plain_id(call["id"])} for call in found["tool_calls"]]
+    return found
+
+
+def asked_form(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages of a call without the ids of tool calls: a client may give them anew, and the answer is
+    stored as the engine wrote it."""
+    found = [exact(message) for message in messages]
+    for message in found:
+        if "tool_calls" in message:
+            message["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
     return found
 
 
@@ -341,12 +349,11 @@ def _atif_key(one: Given) -> Key:
 
 def _as_step(message: Mapping[str, Any]) -> list[Any]:
     source = {"assistant": "agent"}.get(message["role"], message["role"])
-    calls = [(plain_id(call[0]), *call[1:]) for call in calls_of(message)]
-    return [source, text_of(message), thought_of(message), calls]
+    return [source, text_of(message), thought_of(message), values_of(message)]
 
 
 def _step(step: Mapping[str, Any]) -> list[Any]:
-    calls = [(plain_id(c["tool_call_id"]), c["function_name"], c["arguments"]) for c in step.get("tool_calls", ())]
+    calls = [(c["function_name"], c["arguments"]) for c in step.get("tool_calls", ())]
     return [step["source"], step["message"], step.get("reasoning_content", ""), calls]
 
 
