@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from importlib.metadata import version
 from typing import Any
 
@@ -73,6 +74,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what libraries print is no answer
     import litellm
 
+    warnings.simplefilter("ignore")
     litellm.suppress_debug_info = True
     litellm.telemetry = False
     say({"ready": version("litellm")})

@@ -15,21 +15,18 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-import anthropic
-import openai
-from aiohttp import web
-
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectory import Trajectory
 from tests.model.gateway.trees.agents import Tree
-from tests.model.gateway.trees.clients import Clients, LiteLLM
-from tests.model.gateway.trees.engine import MODELS, Engine
+from tests.model.gateway.trees.clients import Clients, LiteLLM, native_clients
+from tests.model.gateway.trees.engine import Engine, served
 from tests.model.gateway.trees.oracle import Oracle
 from tests.support.places import ROOT
 from tests.support.samples import commit, run_dir
 
 LONGEST = 2000
+"""Characters that are said of a tree."""
 BATCH = 50
 """Trees of one file."""
 
@@ -56,17 +53,11 @@ async def grow(seed: int, first: int, trees: int, litellm: Path | None, log: boo
     """
     outcome, began = Outcome(), time.monotonic()
     process = LiteLLM(litellm, ROOT / "tests" / "support" / "litellm_process.py") if litellm else None
-    engine = Engine()
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    open_ai, claude = (kind(api_key="k", base_url="http://x", max_retries=0, timeout=60) for kind in _CLIENTS)
     try:
         if process:
             await process.start()
-        async with ModelGateway(wait_s=30, policies=list(MODELS)) as gateway:
-            gateway.update_endpoints(engine.records(f"http://127.0.0.1:{runner.addresses[0][1]}"))
-            clients = Clients(open_ai, claude, process)
+        async with served() as (gateway, engine), native_clients() as native:
+            clients = Clients(*native, process)
             for start in range(first, first + trees, BATCH):
                 numbers = range(start, min(start + BATCH, first + trees))
                 await _batch(seed, numbers, gateway, clients, engine, outcome)
@@ -74,15 +65,9 @@ async def grow(seed: int, first: int, trees: int, litellm: Path | None, log: boo
                     spent = time.monotonic() - began
                     print(f"trees {numbers[0]} to {numbers[-1]}: {outcome.calls} calls, {spent:.0f} s", flush=True)
     finally:
-        await runner.cleanup()
-        await open_ai.close()
-        await claude.close()
         if process:
             process.stop()
     return outcome
-
-
-_CLIENTS = (openai.AsyncOpenAI, anthropic.AsyncAnthropic)
 
 
 async def _batch(
@@ -138,8 +123,8 @@ def main() -> None:
     for wrong in outcome.wrong:
         print(f"wrong: {wrong[:LONGEST]}")
     last = asked.first + asked.trees - 1
-    print(f"seed {asked.seed}, trees {asked.first} to {last}: {outcome.calls} calls in {time.monotonic() - began:.0f} s, "
-          f"{len(outcome.wrong)} wrong")
+    spent, wrong = time.monotonic() - began, len(outcome.wrong)
+    print(f"seed {asked.seed}, trees {asked.first} to {last}: {outcome.calls} calls in {spent:.0f} s, {wrong} wrong")
     sys.exit(bool(outcome.wrong))
 
 

@@ -249,7 +249,9 @@ class Agent:
             results.pop()
         self.history += results
         if not results:
-            self.history.append(Said("user", self.draw.choice((*FOLLOW_UPS, *FOLLOW_UPS, f"More of {self.path} {self.calls}."))))
+            self.history.append(
+                Said("user", self.draw.choice((*FOLLOW_UPS, *FOLLOW_UPS, f"More of {self.path} {self.calls}.")))
+            )
 
     async def _result(self, number: int, call: ToolCall) -> Said:
         text = self.draw.choice((*RESULTS, f"out {self.path} {self.calls} {number}"))

@@ -7,9 +7,10 @@ call encoded anew, thoughts handed back or not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ class Clients:
         maker, api = kind
         options = WRITE[api](request)
         if maker == "litellm":
-            assert self.litellm is not None and self.endpoint is not None
+            assert self.litellm is not None
+            assert self.endpoint is not None
             answer = await self.litellm.ask(api, options, self.endpoint)
         else:
             answer = await getattr(self, f"_{api}")(options, request.leave)
@@ -127,9 +129,10 @@ class Clients:
         if options["stream"]:
             async with answer:
                 async for event in answer:
+                    last = event
                     if leave:
                         raise Left
-            answer = event.response
+            answer = last.response
         return answer.model_dump()
 
     async def _messages(self, options: dict[str, Any], leave: bool) -> dict[str, Any]:
@@ -140,6 +143,14 @@ class Clients:
                 async for _ in stream:
                     raise Left
             return (await stream.get_final_message()).model_dump()
+
+
+@contextlib.asynccontextmanager
+async def native_clients() -> AsyncIterator[tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]]:
+    """Gives clients that are connected to nothing yet."""
+    options: Any = {"api_key": "k", "base_url": "http://x", "max_retries": 0, "timeout": 60}
+    async with openai.AsyncOpenAI(**options) as ai, anthropic.AsyncAnthropic(**options) as an:
+        yield ai, an
 
 
 class LiteLLM:
@@ -266,8 +277,7 @@ def _responses(request: Request) -> dict[str, Any]:
                 text = [{"type": "output_text", "text": said.text, "annotations": []}]
                 items.append({"type": "message", "role": "assistant", "content": text})
             items += [
-                {"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments}
-                for c in said.calls
+                {"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments} for c in said.calls
             ]
     tools = [{"type": "function", "name": n, "parameters": p, "strict": False} for n, p in TOOLS.items()]
     head = {"model": request.model, "max_output_tokens": request.call, "stream": request.stream, "input": items}

@@ -1,8 +1,8 @@
 """An engine that remembers: every request as it came in, and every answer with its tokens.
 
-It knows nothing of the package: it speaks HTTP as vLLM does. An answer is a function of the seed and of the request's
-``max_tokens``, which each call of a tree has to itself, so a tree can be repeated. Words, thoughts, ids of tool calls
-and arguments come from small pools: many answers are equal in all but one of them.
+It speaks HTTP as vLLM does, and shares no code with what it tests. An answer is a function of the seed and of the
+request's ``max_tokens``, which each call of a tree has to itself, so a tree can be repeated. Words, thoughts, ids of
+tool calls and arguments come from small pools: many answers are equal in all but one of them.
 
 The log-probabilities of an answer are numbers that no other answer of the tree has. So are its token ids at the models
 ``split`` and ``other``; at ``plain`` they are bytes, so that a prompt extends the sequence before it.
@@ -11,13 +11,16 @@ The log-probabilities of an answer are numbers that no other answer of the tree 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from megaflow_hpc.model.gateway.server import ModelGateway
 
 MODELS = {"plain": "plain", "split": "split", "other": "plain", "text": "text", "mute": "plain"}
 """Model, which is also the name of its policy → the gateway's protocol for it. ``mute`` leaves out all tokens."""
@@ -178,6 +181,21 @@ class Engine:
         counts["total_tokens"] = sum(counts.values())
         head = {"id": answer.id, "object": "chat.completion", "created": 1, "model": answer.model}
         return {**head, "choices": [choice], "usage": counts}
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[ModelGateway, Engine]]:
+    """Gives a gateway and the engine that it asks."""
+    engine = Engine()
+    runner = web.AppRunner(engine.application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with ModelGateway(wait_s=30, policies=list(MODELS)) as gateway:
+            gateway.update_endpoints(engine.records(f"http://127.0.0.1:{runner.addresses[0][1]}"))
+            yield gateway, engine
+    finally:
+        await runner.cleanup()
 
 
 def _call(draw: random.Random, names: Sequence[str], number: int, unique: str) -> dict[str, Any]:

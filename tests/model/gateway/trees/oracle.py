@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.cli.runs import show
@@ -24,8 +23,22 @@ from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
 from tests.model.gateway.trees.clients import Said
 from tests.model.gateway.trees.engine import MODELS, START, UNIQUE, Given
-
-Key = str
+from tests.model.gateway.trees.keys import (
+    Key,
+    atif_key,
+    brief,
+    calls_of,
+    key_of,
+    meant,
+    named,
+    packed,
+    plain_id,
+    step_of,
+    stored_key,
+    text_of,
+    thought_of,
+    values_of,
+)
 
 
 class Wrong(AssertionError):
@@ -161,7 +174,7 @@ class Oracle:
         """HDF5 by the reader; returns the engine's answer of each turn."""
         keys, found, left = [], [], defaultdict[Key, list[Given]](list)
         for one in self.given:
-            left[_key(one)].append(one)
+            left[key_of(one)].append(one)
         views = row.sequences
         ids = [json.loads(each)["id"] for a in row.artifacts for each in a.data.decode().splitlines()]
         expect(len(ids) == len(row.turns), "calls.jsonl")
@@ -173,12 +186,12 @@ class Oracle:
                 view = views[turn.sequence]
                 columns = {name: getattr(view, name).tolist() for name in columns}
                 expect(view.policy == turn.policy, "a sequence of another policy")
-            keys.append(_stored(call.messages, call.answer, turn, columns))
+            keys.append(stored_key(call.messages, call.answer, turn, columns))
             if left[keys[-1]]:
                 found.append(left[keys[-1]].pop(0))
-                same = [one for one in self.given if _key(one) == keys[-1]]
+                same = [one for one in self.given if key_of(one) == keys[-1]]
                 expect(ids[number] in [one.id for one in same], "the id of another call", ids[number])
-        self._compare("HDF5", keys, _key)
+        self._compare("HDF5", keys, key_of)
         self._check_conversations(row, calls)
         return found
 
@@ -189,7 +202,9 @@ class Oracle:
             for place, number in enumerate(one.turns):
                 if number is not None:
                     call = calls[number]
-                    expect([*call.messages, call.answer] == one.messages[: place + 1], "a conversation of other messages")
+                    expect(
+                        [*call.messages, call.answer] == one.messages[: place + 1], "a conversation of other messages"
+                    )
                     own[number] += place >= one.shared
         expect(own == Counter(range(len(calls))), "calls in conversations:", own)
 
@@ -206,11 +221,11 @@ class Oracle:
                 node = parents[node]
             sequence = record["sequences"][turn["sequence"]] if turn["sequence"] >= 0 else {}
             asked = [messages[node] for node in path[:-1]]
-            keys.append(_stored(asked, messages[path[-1]], _Fields(turn), sequence))
+            keys.append(stored_key(asked, messages[path[-1]], _Fields(turn), sequence))
             if sequence:
                 span = slice(turn["token_start"], turn["token_end"])
                 expect(set(sequence[versions][span]) == {3}, name, "weight versions")
-        self._compare(name, keys, _key)
+        self._compare(name, keys, key_of)
         listed = {call for one in record["conversations"] for call in one["turns"] if call is not None}
         expect(listed == set(range(len(keys))), name, "conversations", listed)
         for one in record["conversations"]:
@@ -233,7 +248,7 @@ class Oracle:
         for number, one in enumerate(turns):
             said = "\n".join(blocks[number])
             wanted = [thought_of(one.message), text_of(one.message)]
-            wanted += [f"{name}({c['function']['arguments']})" for c, name in _named(one.message)]
+            wanted += [f"{name}({c['function']['arguments']})" for c, name in named(one.message)]
             expect(all(part in said for part in wanted), f"show: call {number}", said, wanted)
 
     def _check_atif(self, document: Mapping[str, Any]) -> None:
@@ -242,13 +257,13 @@ class Oracle:
             for number, step in enumerate(one["steps"]):
                 if "metrics" in step:
                     expect(step["source"] == "agent" and step["llm_call_count"] == 1, "ATIF", step)
-                    before = [_step(each) for each in one["steps"][:number]]
+                    before = [step_of(each) for each in one["steps"][:number]]
                     metrics = step["metrics"]
                     tokens, scores = metrics.get("completion_token_ids", []), metrics.get("logprobs", [])
                     count = metrics.get("prompt_tokens", 0)
                     extra = metrics["extra"]["finish_reason"], metrics["extra"]["server"]
-                    keys.append(packed(before, _step(step), count, *brief([], tokens, scores), *extra))
-        self._compare("ATIF", keys, _atif_key)
+                    keys.append(packed(before, step_of(step), count, *brief([], tokens, scores), *extra))
+        self._compare("ATIF", keys, atif_key)
         expect(document["extra"]["calls_without_a_step"] == 0, "ATIF: calls without a step")
 
     def _check_report(self, row: Row) -> None:
@@ -260,7 +275,7 @@ class Oracle:
             packed(
                 text_of(one.message),
                 thought_of(one.message),
-                "\n".join(f"{name}({c['function']['arguments']})" for c, name in _named(one.message)),
+                "\n".join(f"{name}({c['function']['arguments']})" for c, name in named(one.message)),
             )
             for one in self.given
             if self.got(one)
@@ -284,104 +299,3 @@ class _Fields:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.__dict__.update(fields)
-
-
-# --- keys --------------------------------------------------------------------------------------------------------------
-
-
-def packed(*parts: Any) -> Key:
-    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
-
-
-def _key(one: Given) -> Key:
-    told = one.tells_tokens
-    columns = brief(one.prompt, one.tokens, one.logprobs) if told else brief([], [], [])
-    return packed(asked_form(one.asked), exact(one.message), *columns, one.finish_reason, one.model)
-
-
-def _stored(asked: Sequence[Any], answer: Any, turn: Any, columns: Mapping[str, Sequence[Any]]) -> Key:
-    tokens, scores = columns.get("tokens", []), columns.get("logprobs", [])
-    span = slice(turn.token_start, turn.token_end)
-    kept = brief(tokens[: turn.token_start], tokens[span], scores[span])
-    return packed(asked_form(asked), exact(answer), *kept, turn.finish_reason, turn.policy)
-
-
-def brief(prompt: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> list[str]:
-    """Returns columns as texts that are short enough to be read in a message."""
-    columns = array("i", prompt), array("i", tokens), array("f", scores)
-    return [f"{len(column)}:{zlib.crc32(column.tobytes()):x}" for column in columns]
-
-
-def exact(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message without empty fields, its text as a text."""
-    found = {name: value for name, value in message.items() if value not in (None, "", [])}
-    if "content" in found:
-        found["content"] = text_of(message)
-    return found
-
-
-def asked_form(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages of a call without the ids of tool calls: a client may give them anew, and the answer is
-    stored as the engine wrote it."""
-    found = [exact(message) for message in messages]
-    for message in found:
-        if "tool_calls" in message:
-            message["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
-    return found
-
-
-def plain_id(name: str) -> str:
-    """Returns the id of a tool call in the letters that Anthropic allows, in which LiteLLM hands it back."""
-    return re.sub(r"[^a-zA-Z0-9_-]", "_", name)
-
-
-def _atif_key(one: Given) -> Key:
-    steps: list[Any] = []
-    for message in one.asked:
-        if message["role"] != "tool":
-            steps.append(_as_step(message))
-        elif not steps:
-            steps.append(["system", "", "", []])
-    told = one.tells_tokens
-    columns = brief([], one.tokens, one.logprobs) if told else brief([], [], [])
-    return packed(steps, _as_step(one.message), len(one.prompt) * told, *columns, one.finish_reason, f"{one.model}.0")
-
-
-def _as_step(message: Mapping[str, Any]) -> list[Any]:
-    source = {"assistant": "agent"}.get(message["role"], message["role"])
-    return [source, text_of(message), thought_of(message), values_of(message)]
-
-
-def _step(step: Mapping[str, Any]) -> list[Any]:
-    calls = [(c["function_name"], c["arguments"]) for c in step.get("tool_calls", ())]
-    return [step["source"], step["message"], step.get("reasoning_content", ""), calls]
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def thought_of(message: Mapping[str, Any]) -> str:
-    return message.get("reasoning") or message.get("reasoning_content") or ""
-
-
-def calls_of(message: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    return [
-        (c["id"], c["function"]["name"], json.loads(c["function"]["arguments"] or "{}"))
-        for c in message.get("tool_calls") or ()
-    ]
-
-
-def values_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [call[1:] for call in calls_of(message)]
-
-
-def _named(message: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    for call in message.get("tool_calls") or ():
-        yield call, call["function"]["name"]
-
-
-def meant(said: Said) -> Any:
-    """Returns what a message says, without what clients change on the way."""
-    return said.role, said.text.strip(), [(c.id, c.name) for c in said.calls], said.result_of
