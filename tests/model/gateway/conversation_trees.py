@@ -51,7 +51,7 @@ async def grow(seed: int, first: int, trees: int, litellm: Path | None, log: boo
         litellm: Interpreter of an environment that has LiteLLM.
         log: Prints a line per batch.
     """
-    outcome, began = Outcome(), time.monotonic()
+    outcome, began, said = Outcome(), time.monotonic(), 0
     process = LiteLLM(litellm, ROOT / "tests" / "support" / "litellm_process.py") if litellm else None
     try:
         if process:
@@ -64,6 +64,9 @@ async def grow(seed: int, first: int, trees: int, litellm: Path | None, log: boo
                 if log:
                     spent = time.monotonic() - began
                     print(f"trees {numbers[0]} to {numbers[-1]}: {outcome.calls} calls, {spent:.0f} s", flush=True)
+                    for wrong in outcome.wrong[said:]:
+                        print(f"wrong: {wrong[:LONGEST]}", flush=True)
+                    said = len(outcome.wrong)
     finally:
         if process:
             process.stop()
@@ -120,8 +123,6 @@ def main() -> None:
     outcome = asyncio.run(grow(asked.seed, asked.first, asked.trees, asked.litellm, log=True))
     for what, count in sorted(outcome.did.items()):
         print(f"  {what:28} {count:7}")
-    for wrong in outcome.wrong:
-        print(f"wrong: {wrong[:LONGEST]}")
     last = asked.first + asked.trees - 1
     spent, wrong = time.monotonic() - began, len(outcome.wrong)
     print(f"seed {asked.seed}, trees {asked.first} to {last}: {outcome.calls} calls in {spent:.0f} s, {wrong} wrong")

@@ -56,7 +56,7 @@ class Tree:
     exchanges: list[Exchange] = field(default_factory=list)
     did: Counter[str] = field(default_factory=Counter)
     """What happened in it, counted."""
-    left: int = 16
+    left: int = 12
     """Calls that it may still make."""
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Agent:
             self._change()
             replies = await self.ask(Request(self._model(), 0, list(self.history), n=self._answers()))
             if replies is None:
-                if self.chance(0.5, "asked again after no answer"):
+                if self.tree.left and self.chance(0.5, "asked again after no answer"):
                     replies = await self.ask(Request(self._model(), 0, list(self.history)))
                 if replies is None:
                     continue

@@ -11,7 +11,7 @@ import math
 import re
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.cli.runs import show
@@ -61,6 +61,7 @@ class Oracle:
 
     def __init__(self, given: Sequence[Given], exchanges: Sequence[Exchange], policy: str) -> None:
         self.given, self.policy = list(given), policy
+        self._known: dict[Callable[[Given], Key], list[Key]] = {}
         self.exchanges = {exchange.request.call: exchange for exchange in exchanges}
         self.answers = {(one.call, one.choice): one for one in given}
         twice = [one for one in given if self.answers[one.call, one.choice] is not one]
@@ -147,13 +148,20 @@ class Oracle:
         self._check_atif(json.loads(json.dumps(atif.document(row, "trees"), allow_nan=False)))
         self._check_report(row)
 
-    def _compare(self, name: str, found: Iterable[Key], key: Any) -> None:
+    def _compare(self, name: str, found: Iterable[Key], key: Callable[[Given], Key]) -> None:
         """Compares the calls of a format with the engine's, both as keys."""
         kept = Counter(found)
-        must, may = Counter(key(one) for one in self.given if self.got(one)), Counter(map(key, self.given))
+        must = Counter(known for known, one in zip(self._keys(key), self.given, strict=True) if self.got(one))
+        may = Counter(self._keys(key))
         lost, wrong = must - kept, kept - may
         expect(not lost, f"{name}: {len(lost)} calls are missing:", *list(lost)[:1], "\nwrong:", *list(wrong)[:1])
         expect(not wrong, f"{name}: {len(wrong)} calls that were not made so:", *list(wrong)[:1])
+
+    def _keys(self, key: Callable[[Given], Key]) -> list[Key]:
+        """Returns the keys of the engine's answers."""
+        if key not in self._known:
+            self._known[key] = [key(one) for one in self.given]
+        return self._known[key]
 
     def _check_columns(self, row: Row) -> None:
         """Scores and versions are exactly where a token was sampled."""
@@ -173,8 +181,9 @@ class Oracle:
     def _check_rows(self, row: Row) -> list[Given]:
         """HDF5 by the reader; returns the engine's answer of each turn."""
         keys, found, left = [], [], defaultdict[Key, list[Given]](list)
-        for one in self.given:
-            left[key_of(one)].append(one)
+        for known, one in zip(self._keys(key_of), self.given, strict=True):
+            left[known].append(one)
+        same = {known: {one.id for one in alike} for known, alike in left.items()}
         views = row.sequences
         ids = [json.loads(each)["id"] for a in row.artifacts for each in a.data.decode().splitlines()]
         expect(len(ids) == len(row.turns), "calls.jsonl")
@@ -189,8 +198,7 @@ class Oracle:
             keys.append(stored_key(call.messages, call.answer, turn, columns))
             if left[keys[-1]]:
                 found.append(left[keys[-1]].pop(0))
-                same = [one for one in self.given if key_of(one) == keys[-1]]
-                expect(ids[number] in [one.id for one in same], "the id of another call", ids[number])
+                expect(ids[number] in same[keys[-1]], "the id of another call", ids[number])
         self._compare("HDF5", keys, key_of)
         self._check_conversations(row, calls)
         return found
