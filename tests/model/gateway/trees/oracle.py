@@ -109,11 +109,12 @@ class Oracle:
 
     def _thoughts(self, said: Sequence[Said], place: int, origin: Given | None) -> set[str]:
         """Returns what an answer that is handed back without its thought may get for one."""
-        if origin is not None:
-            return {"", thought_of(origin.message)}
-        # The client wrote it. If the engine said the very same there, nobody can tell.
         before = [meant(each) for each in said[:place]]
-        found = {""}
+        own = {""} if origin is None else {"", thought_of(origin.message)}
+        if origin is not None and [meant(each) for each in self.exchanges[origin.call].request.messages] == before:
+            return own
+        # The client wrote it, or moved it here. If the engine said the very same here, nobody can tell.
+        found = own
         for one in self.given:
             earlier = self.exchanges[one.call].request.messages
             same = text_of(one.message).strip() == said[place].text.strip()
