@@ -184,7 +184,8 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     count = sum(len(sequence.tokens) for sequence in row.sequences)
     yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled", ""
     if len(found := row.conversations) > 1:
-        yield f"  talks     {len(found)} conversations, the main one is {main(found, row.policy)}", ""
+        told = sum(len(one.messages) - one.shared for one in found)
+        yield f"  messages  {told} in {len(found)} conversations, the main one is {main(found, row.policy)}", ""
     for artifact in row.artifacts:
         yield f"  artifact  {artifact.name}, {len(artifact.data)} bytes", ""
 
