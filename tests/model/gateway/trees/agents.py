@@ -192,6 +192,8 @@ class Agent:
         request.call = 100_000 + zlib.crc32(f"{self.path}/{self.calls}".encode()) % 2**30
         request.stream, request.parts = self.chance(0.5, "streams"), self.chance(0.2)
         maker = self.kind[0]
+        if maker == "litellm" and request.stream:
+            request.n = 1  # it puts the alternatives of a stream together as one
         leaves = self.chance(0.1, "hang-ups")
         request.leave = leaves and request.stream and maker != "litellm" and self.chance(0.6, "hang-ups in a stream")
         exchange = Exchange(request, self.kind)
