@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -57,6 +57,13 @@ class Turn:
     agent_s: float = 0.0
     wait_s: float = 0.0
     server: str = ""
+    policy: str = ""
+    """The policy that answered; empty in older recordings."""
+    message: int = -1
+    """Index of its answer in the rollout's messages; -1 if unknown, or if it was no chat call."""
+    started_by: int = -1
+    """The earlier call whose tool calls were still open when this call began a conversation of its own: the call that
+    started a sub-agent. -1 if there is none."""
 
 
 @dataclass
@@ -80,10 +87,12 @@ class Recording:
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The longest conversation seen, in OpenAI message form, the last answer included."""
+    """Every message of every call, in OpenAI form: a tree, in which conversations share what they have in common."""
+    parents: list[int] = field(default_factory=list)
+    """Per message, the index of the message before it in its conversation; -1 where a conversation begins."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """Per turn what a replay needs beside the token columns: the request's ``id``, the digest of the conversation that
-    ``asked``, and the answer as ``text`` or, where there is more to it, as an OpenAI ``message``."""
+    """Per turn what a replay needs besides tokens and messages: the request's ``id``, the digest of the conversation
+    that ``asked``, and the answer's ``text`` if it is no message."""
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
     inexact: int = 0
@@ -135,6 +144,9 @@ class Trajectory:
     inexact: int = 0
     """Model calls of which not every token is known, since the engine lacks what that takes."""
     messages: list[dict[str, Any]] = field(default_factory=list)
+    """The messages of all its conversations, a tree."""
+    parents: list[int] = field(default_factory=list)
+    """Per message, the index of the message before it; see :func:`linked` for messages without an entry."""
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -167,3 +179,17 @@ class Trajectory:
         kept["attempts"] = [Attempt(**known_fields(Attempt, a)) for a in record.get("attempts", ())]
         kept["artifacts"] = [Artifact(**known_fields(Artifact, a)) for a in record.get("artifacts", ())]
         return cls(**kept)
+
+
+def linked(parents: Sequence[int], count: int) -> list[int]:
+    """Returns the parents of ``count`` messages. Messages without an entry, as in older recordings, form a chain."""
+    return [*parents[:count], *range(len(parents) - 1, count - 1)]
+
+
+def path_to(parents: Sequence[int], message: int) -> list[int]:
+    """Returns the indices of a conversation's messages, from its first one to ``message``; none for -1."""
+    path = []
+    while message >= 0:
+        path.append(message)
+        message = parents[message]
+    return path[::-1]

@@ -222,7 +222,7 @@ class AgentResult:
     exit_code: int = 0
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """OpenAI message form; empty for agents whose conversation only the gateway sees."""
+    """The conversation in OpenAI message form, stored only if the gateway recorded no message itself."""
     state: dict[str, Any] | None = None
     """What ``resume`` needs, in msgpack's types, from an agent whose model call was refused because its rollout is
     suspended."""

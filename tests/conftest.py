@@ -17,6 +17,7 @@ from tests.support.requirements import REMEDY, required
 pytest_plugins = [
     "tests.docs.group",
     "tests.support.engines",
+    "tests.support.harbor_environment",
     "tests.support.sandboxes",
     "tests.support.second_user",
     "tests.support.serving",

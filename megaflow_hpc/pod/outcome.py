@@ -61,7 +61,9 @@ class Outcome:
         try:
             record = pack(trajectory.to_record())
         except (TypeError, ValueError, OverflowError) as error:
-            trajectory.messages = []
+            trajectory.messages, trajectory.parents = [], []
+            for turn in trajectory.turns:
+                turn.message = -1
             trajectory.error = "; ".join(filter(None, (trajectory.error, f"its messages cannot be kept: {error!r}")))
             trajectory.attempts = [*attempts, attempt_of(trajectory)]
             record = pack(trajectory.to_record())

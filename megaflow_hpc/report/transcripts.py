@@ -15,6 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.trajectories.reading.conversations import heading
+from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 Wanted = int | Literal["all", "some", "none"]
@@ -67,13 +69,25 @@ def transcripts(store: TrajectoryStore, rows: Rollouts, wanted: Wanted, sharing:
     left = MOST_BYTES // sharing if wanted == "some" else None
     found: dict[int, Transcript] = {}
     for row in itertools.islice(chosen(rows), limit):
-        messages = messages_of(store[row].messages)
+        messages = transcript_of(store[row])
         if left is not None:
             left -= len(zlib.compress(json.dumps(messages).encode(), 6))
             if left < 0 and found:
                 break
         found[row] = messages
     return found
+
+
+def transcript_of(row: Row) -> Transcript:
+    """Returns the conversations of a rollout, each under a heading if there are several."""
+    found = row.conversations
+    if len(found) == 1:
+        return messages_of(found[0].messages)
+    messages: Transcript = []
+    for number, conversation in enumerate(found):
+        messages.append({"role": "report", "text": heading(number, conversation)})
+        messages += messages_of(conversation.messages[conversation.shared :])
+    return messages
 
 
 def messages_of(messages: list[dict[str, Any]]) -> Transcript:

@@ -11,8 +11,8 @@ def test_diff_says_where_two_rollouts_part(megaflow, tmp_path):
     run = run_dir(tmp_path / "run")
     same = [{"role": "user", "content": "mend it"}]
     one = trajectory(5, messages=[*same, {"role": "assistant", "content": "a\nb\nc"}])
-    other = trajectory(5, id="task/default/6", sample_index=6, reward=0.0, node="node-2")
-    other.messages = [*same, {"role": "assistant", "content": "a\nx \x1b[2J\nc"}, {"role": "user", "content": "go on"}]
+    told = [*same, {"role": "assistant", "content": "a\nx \x1b[2J\nc"}, {"role": "user", "content": "go on"}]
+    other = trajectory(5, id="task/default/6", sample_index=6, reward=0.0, node="node-2", messages=told)
     other.sequences[0].tokens[3] += 1
     commit(run, "a", (0, 0, one), (0, 0, other))
     result = megaflow("diff", run, "task/default/5", "task/default/6")

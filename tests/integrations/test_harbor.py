@@ -12,22 +12,11 @@ import pytest
 
 import megaflow_hpc
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
-from tests.support.places import ROOT
 
 ENVIRONMENT = "megaflow_hpc.integrations.harbor:ApptainerEnvironment"
 
 
 pytestmark = pytest.mark.slow  # Harbor may have to be installed
-
-
-@pytest.fixture(scope="session")
-def harbor_python() -> Path:
-    """The interpreter of an environment with Harbor; made at the first use (a minute or two)."""
-    done = subprocess.run(
-        ["bash", str(ROOT / "launchers" / "harbor-env.sh")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
 
 
 def run_harbor(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -160,6 +160,14 @@ def sampled(file: h5py.File, row: int) -> list[tuple[list[int], list[float]]]:
     return [(tokens["id"][a:b].tolist(), tokens["logprob"][a:b].tolist()) for a, b in spans]
 
 
+def said(file: h5py.File, row: int) -> list[str]:
+    """The text that each turn of a trajectory was answered with, by the columns alone."""
+    first, last = file["trajectories/turn_offset"][row : row + 2]
+    answers = file["trajectories/message_offset"][row] + file["turns/message"][first:last]
+    spans = [file["messages/offset"][number : number + 2] for number in answers]
+    return [json.loads(file["messages/json"][a:b].tobytes())["content"] for a, b in spans]
+
+
 def artifact(file: h5py.File, row: int, name: str) -> bytes:
     artifacts = file["artifacts"]
     names = strings(artifacts["name"])
@@ -179,13 +187,11 @@ def test_scripted_rollouts_act_in_the_sandbox_and_are_rewarded(file: h5py.File) 
 def test_every_sampled_token_is_what_the_engine_answered(file: h5py.File) -> None:
     checked = 0
     for row in range(len(file["trajectories/id"])):
-        calls = [json.loads(line) for line in artifact(file, row, "calls.jsonl").splitlines()]
         turns = sampled(file, row)
-        assert len(turns) == len(calls) > 0
-        for (ids, logprobs), call in zip(turns, calls, strict=True):
-            said = call["text"] if "text" in call else call["message"]["content"]
+        assert len(turns) == len(artifact(file, row, "calls.jsonl").splitlines()) > 0
+        for (ids, logprobs), text in zip(turns, said(file, row), strict=True):
             decoded = bytes(t for t in ids if t < 256).decode("utf-8", "replace")
-            assert said.rstrip("\ufffd") == decoded.rstrip("\ufffd")
+            assert text.rstrip("\ufffd") == decoded.rstrip("\ufffd")
             assert all(logprob <= 0 for logprob in logprobs)
             checked += len(ids)
     mask = file["tokens/loss_mask"][:]

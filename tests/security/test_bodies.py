@@ -585,20 +585,6 @@ async def test_a_body_of_many_fields_is_a_400(servers: Servers) -> None:
         assert (status, "2001 fields" in str(reply)) == (400, True)
 
 
-def test_a_rollout_of_older_software_goes_on_with_its_answers() -> None:
-    """Its state names answers by the text of what they mean, not by a digest of it."""
-    recorder = Recorder("default")
-    answer = called('{"a": 1}')
-    recorder.add(Sample([1], [2], [0.0], message=answer), [])
-    state = recorder.state()
-    ((_, found),) = [(key, f) for key, f in state["answers"]["default"].items() if key != "c0"]
-    state["answers"]["default"] = {'["assistant", "", [["f", {"a": 1}]]]': found, "c0": found}
-    again = {**answer, "content": None, "tool_calls": [{**answer["tool_calls"][0], "id": "other"}]}
-    again["tool_calls"][0]["function"] = {"name": "f", "arguments": '{ "a":1 }'}
-    (restored,) = Recorder.resumed(state).restore([again])
-    assert restored["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-
-
 def test_a_large_conversation_has_the_digest_of_its_parts_together() -> None:
     messages = conversation("a" * MIB, "\n" * MIB, "ä")
     assert digest(messages, 4 * MIB) == digest(messages)

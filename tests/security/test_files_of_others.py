@@ -213,7 +213,7 @@ def test_a_run_directory_is_read_without_it(crafted, run):
     """As the run's own file: following and gathering go by the journals, or refuse."""
     shutil.move(crafted, run.trajectories)
     rows = list(follow(run, over=lambda: True))
-    assert [row.messages for row in rows] == [trajectory(n).messages for n in range(8)]
+    assert [row.trajectory().messages for row in rows] == [trajectory(n).messages for n in range(8)]
     gather(run)
     assert validate(run.trajectories) == []
 
@@ -327,6 +327,11 @@ DAMAGE = {
     "sequences behind the column": _put("trajectories/sequence_offset", 8, 1 << 40),
     "tokens behind the column": _put("sequences/token_offset", 1, 1 << 40),
     "a call in another's sequence": _put("turns/sequence", 0, 1 << 40),
+    "a message that follows itself": _put("messages/parent", 2, 0),
+    "a message that follows one far away": _put("messages/parent", 1, 1 << 40),
+    "an answer of another rollout": _put("turns/message", 0, 2),
+    "an answer before the first": _put("turns/message", 0, -5),
+    "a call that a later one started": _put("turns/started_by", 0, 1 << 40),
     "deep JSON": _messages(b"[" * 200_000 + b"]" * 200_000),
     "deep JSON in an object": _messages(b'{"a":' * 200_000 + b"1" + b"}" * 200_000),
     "a message that is no object": _messages(b"7"),

@@ -30,14 +30,21 @@ def reported(recording: Recording) -> list[Sample]:
     return _REPORTED[id(recording)][1] if id(recording) in _REPORTED else []
 
 
+def answered(recording: Recording) -> list[str]:
+    """The text that each call was answered with."""
+    pairs = zip(recording.turns, recording.calls, strict=True)
+    return [recording.messages[t.message].get("content") or "" if t.message >= 0 else call["text"] for t, call in pairs]
+
+
 def check_against_reported(recording: Recording, abs_: float | None = None) -> None:
     """Ids and scores of every turn are those that the engine reported, and so is the text of its call."""
     assert len(recording.calls) == len(recording.turns)
-    for turn, call, sample in zip(recording.turns, recording.calls, reported(recording), strict=True):
+    samples, texts = reported(recording), answered(recording)
+    for turn, text, sample in zip(recording.turns, texts, samples, strict=True):
         sequence = recording.sequences[turn.sequence]
         part = slice(turn.token_start, turn.token_end)
         assert list(sequence.tokens[part]) == list(sample.tokens)
         assert list(sequence.logprobs[part]) == pytest.approx(list(sample.logprobs), abs=abs_)
         assert set(sequence.loss_mask[part]) <= {1}
         assert turn.token_start == len(sample.prompt)
-        assert (call["text"] if "text" in call else call["message"].get("content") or "") == sample.text
+        assert text == sample.text

@@ -36,6 +36,17 @@ def trajectory(number: int, task: str = "task", status: str = "completed", **cha
         one, spans = sequence(draw)
         sequences.append(one)
         turns += [Turn(place, a, b, "stop", draw.random(), 0.5, 0.25, 0.125, f"server-{place}") for a, b in spans]
+    messages = [{"role": "user", "content": f"Ünïcode {'x' * number} 🦔"}, {"role": "assistant", "content": None}]
+    messages = changes.get("messages", messages)
+    parents = list(range(-1, len(messages) - 1))
+    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    for turn, answer in zip(turns, answers, strict=False):
+        turn.policy, turn.message = "default", answer
+    for turn in turns[1:] if len(sequences) > 1 and "messages" not in changes else ():
+        # A conversation of its own, then more that continue the first.
+        turn.policy, turn.message, turn.started_by = "default", len(messages) + 1, 0 if len(messages) == 2 else -1
+        messages += [{"role": "user", "content": "…"}, {"role": "assistant", "content": f"number {turn.message}"}]
+        parents += [-1 if turn.started_by == 0 else 1, turn.message - 1]
     fields = {
         "id": f"{task}/default/{number}",
         "task_id": task,
@@ -50,7 +61,8 @@ def trajectory(number: int, task: str = "task", status: str = "completed", **cha
         "rewards": {"tests": 0.5} if number % 2 else {},
         "started_at": 1.7e9 + number,
         "finished_at": 1.7e9 + number + 0.25,
-        "messages": [{"role": "user", "content": f"Ünïcode {'x' * number} 🦔"}, {"role": "assistant", "content": None}],
+        "messages": messages,
+        "parents": parents,
         "sequences": sequences,
         "turns": turns,
         "attempts": [Attempt(0, status, "", "", "node-1", "17_3", 1.0, 2.0)],

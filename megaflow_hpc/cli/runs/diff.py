@@ -12,6 +12,7 @@ from megaflow_hpc.cli.output import print_json
 from megaflow_hpc.cli.runs.show import LINE_CHARACTERS, find, finite, print_lines
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.texts import content_of, printable
+from megaflow_hpc.trajectories.reading.conversations import main
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
@@ -59,7 +60,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def compare(left: Row, right: Row) -> dict[str, Any]:
-    """Returns the differences of two trajectories as plain JSON.
+    """Returns the differences of two trajectories as plain JSON. Messages are those of the main conversation, then what
+    the others add.
 
     Returns:
         ``ids``; ``fields``, pairs of values that differ, by name; ``tokens``, the first place where the token sequences
@@ -69,11 +71,12 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
     fields |= {
         "duration_s": [round(row.finished_at - row.started_at, 3) for row in (left, right)],
         "turns": [len(row.turns) for row in (left, right)],
-        "messages": [len(row.messages) for row in (left, right)],
+        "conversations": [len(row.conversations) for row in (left, right)],
+        "messages": [len(_told(row)) for row in (left, right)],
         "tokens": [sum(len(view.tokens) for view in row.sequences) for row in (left, right)],
         "artifacts": [{a.name: len(a.data) for a in row.artifacts} for row in (left, right)],
     }
-    messages = list(zip_longest(left.messages, right.messages))
+    messages = list(zip_longest(_told(left), _told(right)))
     common = next((number for number, (a, b) in enumerate(messages) if a != b), len(messages))
     return {
         "ids": [left.id, right.id],
@@ -92,6 +95,14 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
             ],
         },
     }
+
+
+def _told(row: Row) -> list[dict[str, Any]]:
+    """Returns the main conversation, and behind it what the others add to those before them."""
+    found = row.conversations
+    first = main(found, row.policy) if found else 0
+    others = [one.messages[one.shared :] for number, one in enumerate(found) if number != first]
+    return [message for part in ([one.messages for one in found[first : first + 1]] + others) for message in part]
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:

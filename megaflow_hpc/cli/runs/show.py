@@ -15,6 +15,7 @@ from megaflow_hpc.cli.runs import artifacts, tokens
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import content_of, printable
+from megaflow_hpc.trajectories.reading.conversations import heading, main
 from megaflow_hpc.types import without_round
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def task_and_policy(rollout: str) -> tuple[str, str]:
 def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
     """Returns a trajectory as plain JSON: null for NaN, artifacts by name and size, token columns on request."""
     trajectory = row.trajectory()
-    found = {name: value for name, value in vars(trajectory).items() if name not in ("sequences", "artifacts")}
+    other = ("sequences", "artifacts", "messages", "parents")
+    found = {name: value for name, value in vars(trajectory).items() if name not in other}
+    found |= row.conversation_record()
     for name in ("turns", "attempts"):
         found[name] = [vars(item) for item in found[name]]
     found["artifacts"] = [{"name": artifact.name, "bytes": len(artifact.data)} for artifact in trajectory.artifacts]
@@ -146,10 +149,16 @@ def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
 
 def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
     yield from _head(row)
-    for number, message in enumerate(row.messages):
-        role = str(message.get("role", "?"))
-        yield f"\n[{number}] {role}", f"bold {_COLOURS.get(role, 'cyan')}"
-        yield from ((line, "") for line in _fold(content_of(message), full))
+    found = row.conversations
+    for number, conversation in enumerate(found):
+        if len(found) > 1:
+            yield f"\n{heading(number, conversation)}", "bold reverse"
+        for place in range(conversation.shared, len(conversation.messages)):
+            message, call = conversation.messages[place], conversation.turns[place]
+            role = str(message.get("role", "?"))
+            by = "" if call is None else f"  (call {call})"
+            yield f"\n[{place}] {role}{by}", f"bold {_COLOURS.get(role, 'cyan')}"
+            yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
     verifier = [*artifacts.verifier_lines(row, full)]
     if verifier:
@@ -174,6 +183,9 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     sampled = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     count = sum(len(sequence.tokens) for sequence in row.sequences)
     yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled", ""
+    if len(found := row.conversations) > 1:
+        told = sum(len(one.messages) - one.shared for one in found)
+        yield f"  messages  {told} in {len(found)} conversations, the main one is {main(found, row.policy)}", ""
     for artifact in row.artifacts:
         yield f"  artifact  {artifact.name}, {len(artifact.data)} bytes", ""
 

@@ -149,7 +149,10 @@ class Reader(threading.Thread):
                 for artifact in row.artifacts
                 if artifact.name == "verifier.log"
             ]
-            return Detail(rollout, [*messages, *artifacts], left_out, "" if messages else "no message was recorded")
+            others = len(row.conversations) - 1
+            more = [("conversations", f"{others} more: megaflow-hpc show RUN {rollout}")] if others > 0 else []
+            shown = [*messages, *more, *artifacts]
+            return Detail(rollout, shown, left_out, "" if messages else "no message was recorded")
 
     def _log_of(self, key: str) -> Sequence[str]:
         if "/" not in key:

@@ -14,6 +14,7 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.connection import Place
+from megaflow_hpc.model.gateway.conversations import Asked
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, messages
 from megaflow_hpc.model.gateway.dialects.options import engine_request
 from megaflow_hpc.model.gateway.engine_call import Refused
@@ -137,13 +138,13 @@ class Calls:
     ) -> protocols.Answer:
         """Returns the engine's answer to a chat or plain request, and records it."""
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
+        conversation = await aside(size, recorder.restore, asked.get("messages") or (), policy)
         if path == CHAT:
-            asked["messages"] = await aside(size, recorder.restore, asked["messages"], policy)
+            asked["messages"] = list(conversation)
         rollout.set_seed(asked)
-        conversation = asked.get("messages") or ()
-        known = await aside(size, digest, conversation, size)
+        known = await aside(size, digest, list(conversation), size)
         if policy in self._replays:
-            return protocols.Answer(self._replayed(rollout, policy, path, asked, known))
+            return protocols.Answer(self._replayed(rollout, policy, path, asked, conversation, known))
         task = asyncio.current_task()
         assert task is not None
         rollout.waiting.add(task)
@@ -168,8 +169,10 @@ class Calls:
             self.tokens += len(sample.tokens)
         if not answer.samples:
             total, sampled = protocols.usage(answer.body)
-            sample = replace(protocols.text_of(answer), policy=policy, server=server.name)
-            recorder.add_text(sample, conversation, known, counted=sampled, model_s=model_s, wait_s=wait_s)
+            for number, sample in enumerate(protocols.texts_of(answer)):
+                sample = replace(sample, policy=policy, server=server.name)
+                times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
+                recorder.add_text(sample, conversation, known, counted=0 if number else sampled, **times)
             self._caller.limits.charge(total)
             self.tokens += sampled
         recorder.count(answer.protocol, server.degraded)
@@ -181,17 +184,16 @@ class Calls:
         return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
 
     def _replayed(
-        self, rollout: OpenRollout, policy: str, path: str, asked: Mapping[str, Any], known: str
+        self, rollout: OpenRollout, policy: str, path: str, asked: Mapping[str, Any], conversation: Asked, known: str
     ) -> dict[str, Any]:
         """Returns the recorded answer to a call, and records it again."""
-        conversation = asked.get("messages") or ()
         try:
             sample = self._replays[policy].answer(rollout.token, rollout.id, known)
         except ModelServiceError as error:
             rollout.failed(str(error))
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
         rollout.failed("")
-        sample = replace(sample, policy=policy)
+        sample = replace(sample, policy=policy, message=sample.message if path == CHAT else None)
         if sample.tokens or sample.prompt:
             rollout.recorder.add(sample, conversation, known)
             rollout.recorder.count("replay")

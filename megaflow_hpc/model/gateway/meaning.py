@@ -1,4 +1,4 @@
-"""What a message in OpenAI form means, whatever an agent's client made of its form: by it answers are known again."""
+"""Digests of messages in OpenAI form: of what they say exactly, and of what they mean whatever a client made of it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,6 @@ RAW_ARGUMENT = "input"
 """Name of the one argument of a tool call whose arguments are no JSON object."""
 DEPTH = 64
 """Arrays and objects within one another in a tool call's arguments."""
-Answers = dict[str, list[tuple[int, Mapping[str, Any]]]]
-"""Meaning of an answer, or ids of its tool calls → (number of preceding messages, answer as the engine wrote it)."""
-
-
-def original(answers: Answers, message: Mapping[str, Any], position: int) -> Mapping[str, Any]:
-    """Returns the recorded answer that ``message`` hands back, or ``message`` itself if there is none.
-
-    Of several, the one with the same call ids and then the one at this position among the messages is preferred.
-    """
-    if not answers:
-        return message
-    ids = call_ids(message)
-    known = answers.get(meaning(message)) or [
-        found for found in answers.get(ids, ()) if ids and _completes(message, found[1])
-    ]
-    thought = _reasoning(message)
-    fitting = [(at, answer) for at, answer in known if thought in ("", _reasoning(answer))]
-    if not fitting:
-        return message
-    answer = dict(max(reversed(fitting), key=lambda found: (call_ids(found[1]) == ids, found[0] == position))[1])
-    if ids:  # keep the agent's own ids, which its tool messages refer to
-        given = [call.get("id") for call in message["tool_calls"]]
-        answer["tool_calls"] = [{**c, "id": i} for c, i in zip(answer["tool_calls"], given, strict=True)]
-    return answer
 
 
 def digest(messages: Any, size: int = 0) -> str:
@@ -63,7 +39,16 @@ def digest(messages: Any, size: int = 0) -> str:
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Returns whether two OpenAI messages mean the same, reasoning included; empty fields count as absent."""
-    return meaning(one) == meaning(other) and _reasoning(one) == _reasoning(other)
+    return meaning(one) == meaning(other) and reasoning_of(one) == reasoning_of(other)
+
+
+def fingerprint(message: Mapping[str, Any]) -> str:
+    """Returns a digest of a message as it is; a text may also be given as a list of one part, and empty fields not."""
+    found = {name: value for name, value in message.items() if value not in (None, "", [])}
+    content = found.get("content")
+    if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
+        found["content"] = content[0]["text"]
+    return digest(found, sum(map(len, _texts(message))))
 
 
 def meaning(message: Mapping[str, Any]) -> str:
@@ -77,8 +62,7 @@ def meaning(message: Mapping[str, Any]) -> str:
     ]
     stripped = content.strip() if isinstance(content, str) else content
     said = [message.get("role"), stripped, calls]
-    texts = [stripped, *(call.get("function", {}).get("arguments") for call in message.get("tool_calls") or ())]
-    large = sum(len(text) for text in texts if text) > LARGE
+    large = sum(map(len, _texts(message))) > LARGE
     found = hashlib.blake2b(digest_size=16)
     for part in encoded(said, sort_keys=True) if large else [packed(said, sort_keys=True)]:
         found.update(part)
@@ -106,10 +90,12 @@ def call_ids(message: Mapping[str, Any]) -> str:
     return "\n".join(str(call.get("id") or "") for call in message.get("tool_calls") or ())
 
 
-def _completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message means the same as the answer, except for further arguments of its tool calls."""
-    pairs = zip(message["tool_calls"], answer["tool_calls"], strict=True)  # as many: their ids are the same
-    for call, own in pairs:
+def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
+    """Returns whether a message means the same as an answer whose tool calls have the same ids, except for further
+    arguments."""
+    if len(message["tool_calls"]) != len(answer["tool_calls"]):  # an id may hold the separator
+        return False
+    for call, own in zip(message["tool_calls"], answer["tool_calls"], strict=True):
         given = arguments_of(call["function"].get("arguments"))
         wanted = arguments_of(own["function"].get("arguments"))
         if call["function"].get("name") != own["function"]["name"] or {**given, **wanted} != given:
@@ -118,5 +104,18 @@ def _completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
     return meaning({**message, **bare}) == meaning({**answer, **bare})
 
 
-def _reasoning(message: Mapping[str, Any]) -> str:
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a message that may be long."""
+    content = message.get("content")
+    found: list[Any] = [content]
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping):
+            found += [part.get("text"), (part.get("image_url") or {}).get("url")]
+    found += [call.get("function", {}).get("arguments") for call in message.get("tool_calls") or ()]
+    found += [message.get("reasoning"), message.get("reasoning_content")]
+    return [text for text in found if isinstance(text, str)]
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Returns what an answer says that its model thought."""
     return str(message.get("reasoning") or message.get("reasoning_content") or "").strip()

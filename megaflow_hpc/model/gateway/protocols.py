@@ -50,8 +50,7 @@ class Answer:
 
     body: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
-    message: dict[str, Any] | None = None
-    """The assistant's message where there is no sample."""
+    """None where the engine tells no tokens; see :func:`texts_of`."""
     protocol: str = ""
     """The protocol in which the engine was asked."""
     size: int = 0
@@ -72,9 +71,7 @@ async def text(call: Call) -> Answer:
 def _text(call: Call, reply: Reply) -> Answer:
     check(reply, call.chat, call.choices)
     check_size(reply, reply.size)
-    choice = reply["choices"][0]
-    message = _brief(choice["message"]) if "message" in choice else None
-    return Answer(reply, message=message, protocol="text", size=reply.size)
+    return Answer(reply, protocol="text", size=reply.size)
 
 
 async def plain(call: Call) -> Answer:
@@ -97,15 +94,12 @@ async def plain(call: Call) -> Answer:
 def _plain(call: Call, reply: Reply) -> Answer:
     check(reply, call.chat, call.choices)
     reply["model"] = call.body.get("model") or call.server.model_name
-    found = _text_alone(reply, call.chat)
-    samples = []
-    if found is None:
+    text_alone, samples = _text_alone(reply), []
+    if not text_alone:
         samples = [_sample(reply, choice, call.chat, call.server.name) for choice in reply["choices"]]
         _strip(reply, call.body, call.chat)
     check_size(reply, reply.size)
-    if found is not None:
-        return Answer(reply, message=found.get("message"), protocol="text", size=reply.size)
-    return Answer(reply, samples, protocol="plain", size=reply.size)
+    return Answer(reply, samples, protocol="text" if text_alone else "plain", size=reply.size)
 
 
 async def split(call: Call) -> Answer:
@@ -195,17 +189,21 @@ async def count(call: Call) -> int:
         raise Doubtful(why[:_SAID], again=False) from error
 
 
-def text_of(answer: Answer) -> Sample:
-    """Returns what is known of an answer without token ids."""
-    choice = answer.body["choices"][0]
-    said = choice.get("text") if answer.message is None else answer.message.get("content")
-    return Sample(
-        *((), (), ()),
-        text=said or "",
-        finish_reason=choice.get("finish_reason") or "",
-        message=answer.message,
-        request_id=_name(answer.body.get("id")),
-    )
+def texts_of(answer: Answer) -> list[Sample]:
+    """Returns what is known of an answer without token ids, per choice."""
+    found = []
+    for choice in answer.body["choices"]:
+        message = _brief(choice["message"]) if "message" in choice else None
+        said = choice.get("text") if message is None else message.get("content")
+        sample = Sample(
+            *((), (), ()),
+            text=said or "",
+            finish_reason=choice.get("finish_reason") or "",
+            message=message,
+            request_id=_name(answer.body.get("id")),
+        )
+        found.append(sample)
+    return found
 
 
 def usage(reply: Mapping[str, Any]) -> tuple[int, int]:
@@ -270,19 +268,9 @@ async def _own(call: Call, path: str, **options: Any) -> int:
     return 200
 
 
-def _text_alone(reply: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
-    """Returns the choice of a good answer that has no token ids, its message short; ``None`` for any other answer."""
-    try:
-        (choice,) = reply["choices"]
-        if "token_ids" in choice or not reply["usage"]:
-            return None
-        if chat and isinstance(choice["message"]["role"], str):
-            return {"message": _brief(choice["message"])}
-        if not chat and isinstance(choice["text"], str):
-            return {}
-    except (KeyError, ValueError):
-        pass
-    return None
+def _text_alone(reply: Mapping[str, Any]) -> bool:
+    """Returns whether a good answer has no token ids."""
+    return bool(reply.get("usage")) and not any("token_ids" in choice for choice in reply["choices"])
 
 
 def _brief(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megaflow_hpc.model.gateway.meaning import Answers, call_ids, digest, meaning, original, same_message
+from megaflow_hpc.model.gateway.conversations import Asked, Conversations
+from megaflow_hpc.model.gateway.meaning import digest, same_message
 from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
 
 
@@ -77,12 +78,14 @@ class Recorder:
     sampled: int = 0
     calls: int = 0
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    answers: dict[str, Answers] = field(default_factory=dict, repr=False)
-    """Policy → its answers so far."""
+    conversations: Conversations = field(init=False, repr=False)
     _last_answer: float = field(default=0.0, repr=False)
     _operations: int = field(default=0, repr=False)
     _began: float = field(default=0.0, repr=False)
     _asked_by: Turn | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.recording)
 
     def request_arrived(self) -> None:
         """Adds the time since the latest answer, but what of it the sandbox took, to that turn's ``agent_s``."""
@@ -130,7 +133,8 @@ class Recorder:
 
         Args:
             sample: What the engine reported.
-            messages: The conversation that was sent, in OpenAI form, without the answer.
+            messages: The conversation that was sent, in OpenAI form, without the answer; best as :meth:`restore`
+                returned it when the call arrived.
             asked: Its digest, where it is known already.
             model_s: Seconds from the request to its answer at the engine.
             wait_s: Seconds spent waiting for a server and on failed tries.
@@ -161,6 +165,7 @@ class Recorder:
             model_s=model_s,
             wait_s=wait_s,
             server=sample.server,
+            policy=policy,
         )
         self.recording.turns.append(turn)
         self.calls += 1
@@ -169,9 +174,7 @@ class Recorder:
             stop = sample.tokens[-1] if sample.stopped else None
             rendered = array("i", sample.rendered)
             self.tips[number] = Tip(rendered, len(messages), sample.message, turn.token_end, stop, start)
-        self._keep_messages(messages, sample.message, policy)
-        self.recording.calls.append(_call(sample, digest(list(messages)) if asked is None else asked))
-        self._last_answer = time.monotonic()
+        self._keep(turn, sample, messages, asked)
         return turn
 
     def add_text(
@@ -192,13 +195,12 @@ class Recorder:
             counted: Tokens that the engine says it sampled.
             asked, model_s, wait_s: As of :meth:`add`.
         """
-        turn = Turn(-1, 0, 0, sample.finish_reason, model_s=model_s, wait_s=wait_s, server=sample.server)
+        policy = sample.policy or self.policy
+        turn = Turn(-1, 0, 0, sample.finish_reason, model_s, wait_s=wait_s, server=sample.server, policy=policy)
         self.recording.turns.append(turn)
         self.calls += 1
         self.sampled += counted
-        self._keep_messages(messages, sample.message, sample.policy or self.policy)
-        self.recording.calls.append(_call(sample, digest(list(messages)) if asked is None else asked))
-        self._last_answer = time.monotonic()
+        self._keep(turn, sample, messages, asked)
         return turn
 
     def count(self, protocol: str, degraded: bool = False) -> None:
@@ -234,15 +236,12 @@ class Recorder:
             if same_message(messages[place], tip.answer):
                 yield sequence, tip
 
-    def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> list[Mapping[str, Any]]:
-        """Returns the conversation with the policy's own earlier answers as the engine wrote them.
+    def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> Asked:
+        """Returns a call's conversation with the policy's own earlier answers in it as the engine wrote them.
 
-        An agent's client hands an answer back in its own form: arguments of a tool call encoded anew or completed by
-        defaults, reasoning dropped because its API does not carry it, white space trimmed. A message with the same
-        meaning is the same answer; what the agent changed stays changed.
+        See :mod:`~megaflow_hpc.model.gateway.conversations`.
         """
-        known = self.answers.get(policy or self.policy, {})
-        return [original(known, m, n) if m.get("role") == "assistant" else m for n, m in enumerate(messages)]
+        return self.conversations.find(messages, policy or self.policy)
 
     def finish(self) -> Recording:
         """Returns the recording, with the agent's time after the last turn."""
@@ -262,7 +261,6 @@ class Recorder:
             "sampled": self.sampled,
             "calls": self.calls,
             "tips": [[number, {**vars(tip), "rendered": tip.rendered.tobytes()}] for number, tip in self.tips.items()],
-            "answers": self.answers,
         }
 
     @classmethod
@@ -271,44 +269,18 @@ class Recorder:
         kept = state["recording"]
         sequences = [TokenSequence.from_record(record) for record in kept["sequences"]]
         turns = [Turn(**turn) for turn in kept["turns"]]
-        calls = (
-            kept["calls"] if "calls" in kept else kept["raw"]
-        )  # written by older software, which kept a part of them
-        calls += [{}] * (len(turns) - len(calls))
-        others = {name: kept[name] for name in ("messages", "over_budget", "inexact", "protocols")}
-        recording = Recording(sequences, turns, calls=calls, **others)
+        recording = Recording(**{**kept, "sequences": sequences, "turns": turns})
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
-        answers = {
-            policy: {_key(key, found): [(place, answer) for place, answer in found] for key, found in known.items()}
-            for policy, known in state["answers"].items()
-        }
-        return cls(state["policy"], recording, state["sampled"], state["calls"], tips, answers)
+        return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 
-    def _keep_messages(
-        self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None, policy: str
-    ) -> None:
-        conversation = [dict(m) for m in messages]
-        if answer is not None:
-            conversation.append(dict(answer))
-            answers = self.answers.setdefault(policy, {})
-            for key in {meaning(answer), call_ids(answer)} - {""}:
-                answers.setdefault(key, []).append((len(messages), dict(answer)))
-        if policy == self.policy and len(conversation) >= len(self.recording.messages):
-            self.recording.messages = conversation
-
-
-def _key(key: str, found: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    """Returns the key of some answers; older software wrote another where it is their meaning."""
-    answer = found[0][1]
-    return key if key == call_ids(answer) else meaning(answer)
-
-
-def _call(sample: Sample, asked: str) -> dict[str, Any]:
-    """An entry of :attr:`~megaflow_hpc.trajectory.Recording.calls`; text is kept once, alone or within the message."""
-    call: dict[str, Any] = {"id": sample.request_id, "asked": asked}
-    if sample.message is None or sample.message == {"role": "assistant", "content": sample.text}:
-        return {**call, "text": sample.text}
-    return {**call, "message": sample.message}
+    def _keep(self, turn: Turn, sample: Sample, messages: Sequence[Mapping[str, Any]], asked: str | None) -> None:
+        """Stores what was said in the latest turn, and links the turn to its answer."""
+        conversation = messages if isinstance(messages, Asked) else self.restore(messages, turn.policy)
+        turn.started_by = conversation.started_by
+        turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)
+        call = {"id": sample.request_id, "asked": digest(list(messages)) if asked is None else asked}
+        self.recording.calls.append(call if sample.message is not None else {**call, "text": sample.text})
+        self._last_answer = time.monotonic()
 
 
 def _as_array(tokens: Sequence[int]) -> array[int]:

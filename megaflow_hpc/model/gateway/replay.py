@@ -48,8 +48,8 @@ def calls_artifact(recording: Recording) -> Artifact:
 
 
 def calls_of(trajectory: Trajectory) -> list[_Call]:
-    """The recorded calls of a rollout: ids, log-probabilities and weight versions from its token columns, what was
-    asked and answered from its artifact.
+    """The recorded calls of a rollout: ids, log-probabilities and weight versions from its token columns, answers from
+    its messages, what was asked (in older recordings also what was answered) from its artifact.
 
     Raises:
         ModelServiceError: the artifact lacks calls, as in older recordings of long rollouts.
@@ -60,7 +60,8 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
     for number, turn in enumerate(trajectory.turns):
         try:
             call = json.loads(lines[number])
-            message = call.get("message") or {"role": "assistant", "content": call["text"]}
+            message = trajectory.messages[turn.message] if turn.message >= 0 else call.get("message")
+            message = message or {"role": "assistant", "content": call["text"]}
         except (IndexError, KeyError, ValueError):
             raise ModelServiceError(
                 f"replay: of rollout {trajectory.id} {number} of {len(trajectory.turns)} calls were kept whole; the "

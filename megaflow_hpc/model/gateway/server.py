@@ -53,7 +53,7 @@ from megaflow_hpc.model.gateway.open_rollout import SEEDS, OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.http_server import HttpServer
-from megaflow_hpc.trajectory import Recording
+from megaflow_hpc.trajectory import Recording, path_to
 from megaflow_hpc.types import CallBudget, ModelEndpoint
 
 __all__ = ["SEEDS", "ModelGateway"]
@@ -230,9 +230,13 @@ class ModelGateway:
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the messages of a rollout up to its last answered call; none where it is not open."""
+        """Returns the conversation of a rollout's last answered call; none if the rollout is not open."""
         rollout = self._by_id.get(rollout_id)
-        return rollout.recorder.recording.messages if rollout else ()
+        if rollout is None:
+            return ()
+        recording = rollout.recorder.recording
+        last = next((turn.message for turn in reversed(recording.turns) if turn.message >= 0), -1)
+        return [recording.messages[node] for node in path_to(recording.parents, last)]
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``; callable from any thread."""

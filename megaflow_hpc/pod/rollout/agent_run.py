@@ -22,7 +22,7 @@ from megaflow_hpc.pod.rollout.partial import CutShort, Partial
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.formats import StepVerdict
-from megaflow_hpc.trajectory import Recording, Trajectory
+from megaflow_hpc.trajectory import Recording, Trajectory, linked
 from megaflow_hpc.types import Agent, AgentResult, CallBudget, ModelEndpoint, ResumableAgent, Rollout, Sandbox, Task
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
@@ -186,9 +186,16 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if result.exit_code or result.error:
         trajectory.error_kind = "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
-    trajectory.messages = [*trajectory.messages, *(result.messages or recording.messages)]
+    # An agent's own account counts only where the gateway saw nothing.
+    messages, parents = (recording.messages, recording.parents) if recording.messages else (result.messages, [])
+    first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
+        turn.message += first if turn.message >= 0 else 0
+        turn.started_by += len(trajectory.turns) if turn.started_by >= 0 else 0
+    moved = [parent + first if parent >= 0 else -1 for parent in linked(parents, len(messages))]
+    trajectory.parents = [*trajectory.parents, *moved]
+    trajectory.messages = [*trajectory.messages, *messages]
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
     trajectory.turns = [*trajectory.turns, *recording.turns]
     trajectory.inexact += recording.inexact

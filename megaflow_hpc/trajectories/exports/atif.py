@@ -2,8 +2,12 @@
 ``atif/<task>/<policy>/<sample>.json``, of a task that was asked again ``<sample>@<round>.json``.
 
 A step is a message of the system, the user or the agent; what tools answered belongs to the agent's step before it, as
-its observation. A step of the agent carries what is known of its model call: seconds, and the sampled tokens with their
-log-probabilities where they were recorded. Prompts are counted, not repeated with every call.
+its observation. A step of the agent carries what is known of the model call that it is the answer of: seconds, and the
+sampled tokens with their log-probabilities where they were recorded. Prompts are counted, not repeated with every call.
+
+The document holds the main conversation. Every other one is among its ``subagent_trajectories``: of a sub-agent, with a
+reference at the step that started it, and likewise before and after a compaction. Steps that it shares with one before
+are marked as copied context, so each call is in one step. Calls that are linked to no message are counted alone.
 
 Schema ATIF-v1.7 (RFC 0001 of Harbor); Harbor's own models take it.
 """
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
+from megaflow_hpc.trajectories.reading.conversations import Conversation, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Turn
 from megaflow_hpc.types import round_of
@@ -49,9 +54,22 @@ def write(job: Job) -> list[Path]:
 
 def document(row: Row, campaign: str) -> dict[str, Any]:
     """Returns one trajectory as an ATIF document."""
-    turns, views = row.turns, row.sequences
+    turns, views, found = row.turns, row.sequences, row.conversations
     metrics = [_metrics(turn, views) for turn in turns]
-    steps = _steps(row, metrics)
+    first = main(found, row.policy) if found else -1
+    order = sorted(range(len(found)), key=lambda number: number != first)
+    answers: dict[int, dict[str, Any]] = {}
+    """Call → its step."""
+    seen: set[int] = set()
+    documents = [_document(row, found[number], f"{row.id}#{number}", metrics, answers, seen) for number in order]
+    for number, started in zip(order, documents, strict=True):
+        started_by = found[number].started_by
+        if started_by is not None and (step := answers.get(started_by)) is not None:
+            results = step.setdefault("observation", {"results": []})["results"]
+            results.append({"subagent_trajectory_ref": [{"trajectory_id": started["trajectory_id"]}]})
+    said = row.error or f"no conversation was recorded ({row.status})"
+    root = documents[0] if documents else {"steps": _numbered([{"source": "system", "message": said}])}
+    root["steps"][0]["timestamp"] = _iso(row.started_at)
     extra: dict[str, Any] = {
         "trajectory": row.id,
         "task_id": row.task_id,
@@ -64,28 +82,66 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
         "rewards": row.rewards,
         "finished_at": _iso(row.finished_at),
         "campaign": campaign,
+        "calls_without_a_step": sum(turn.message < 0 for turn in turns),
     }
-    prompt = sum(item.get("prompt_tokens", 0) for item in metrics)
-    completion = sum(item.get("completion_tokens", 0) for item in metrics)
+    final = {**_final(metrics), "total_steps": len(root["steps"])}
+    whole = {**_head(row), "session_id": row.id, "trajectory_id": row.id, "steps": root["steps"]}
+    subagents = {"subagent_trajectories": documents[1:]} if documents[1:] else {}
+    return {**whole, "final_metrics": final, "extra": extra, **subagents}
+
+
+def _head(row: Row) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA,
-        "session_id": row.id,
-        "trajectory_id": row.id,
         "agent": {"name": row.agent or "unknown", "version": __version__, "model_name": row.policy},
-        "steps": steps,
-        "final_metrics": {
-            "total_prompt_tokens": prompt,
-            "total_completion_tokens": completion,
-            "total_steps": len(steps),
-        },
-        "extra": extra,
     }
 
 
-def _steps(row: Row, metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _document(
+    row: Row,
+    conversation: Conversation,
+    name: str,
+    metrics: list[dict[str, Any]],
+    answers: dict[int, dict[str, Any]],
+    seen: set[int],
+) -> dict[str, Any]:
+    """Returns one conversation as a document.
+
+    Args:
+        row: Its trajectory.
+        conversation: The conversation.
+        name: The document's ``trajectory_id``.
+        metrics: Of the calls of the trajectory.
+        answers: Call → its step; those of this conversation are added.
+        seen: Messages that are in documents already; those of this one are added.
+    """
+    again = [node in seen for node in conversation.nodes]
+    seen.update(conversation.nodes)
+    steps = _steps(conversation, again, metrics, answers)
+    own = [
+        metrics[call] for call, known in zip(conversation.turns, again, strict=True) if call is not None and not known
+    ]
+    return {
+        **_head(row),
+        "trajectory_id": name,
+        "steps": steps,
+        "final_metrics": {**_final(own), "total_steps": len(steps)},
+        "extra": {"policy": conversation.policy, "started_by_call": conversation.started_by},
+    }
+
+
+def _final(metrics: list[dict[str, Any]]) -> dict[str, int]:
+    return {
+        f"total_{name}": sum(item.get(name, 0) for item in metrics) for name in ("prompt_tokens", "completion_tokens")
+    }
+
+
+def _steps(
+    conversation: Conversation, again: list[bool], metrics: list[dict[str, Any]], answers: dict[int, dict[str, Any]]
+) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    calls = iter(metrics)
-    for message in row.messages:
+    told = conversation.shared > 0
+    for message, call, known in zip(conversation.messages, conversation.turns, again, strict=True):
         role = str(message.get("role", "user"))
         if role in ("tool", "function"):
             _observe(steps, message)
@@ -95,18 +151,21 @@ def _steps(row: Row, metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
             reasoning = message.get("reasoning_content") or message.get("reasoning")
             if reasoning:
                 step["reasoning_content"] = _text(reasoning)
-            tool_calls = [_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ())]
+            tool_calls = [_tool_call(each, i) for i, each in enumerate(message.get("tool_calls") or ())]
             if tool_calls:
                 step["tool_calls"] = tool_calls
-            found = next(calls, None)
-            if found is not None:
-                step |= {"metrics": found, "llm_call_count": 1}
+            if call is not None and not known:
+                answers[call] = step
+                step |= {"metrics": metrics[call], "llm_call_count": 1}
+        if known and told:
+            step["is_copied_context"] = True
         steps.append(step)
-    if not steps:  # a document needs one, and some rollouts end before a word is said
-        steps.append({"source": "system", "message": row.error or f"no conversation was recorded ({row.status})"})
+    return _numbered(steps)
+
+
+def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, step in enumerate(steps):
         step["step_id"] = number + 1
-    steps[0]["timestamp"] = _iso(row.started_at)
     return steps
 
 

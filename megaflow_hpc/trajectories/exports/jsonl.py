@@ -1,5 +1,8 @@
 """JSON lines: everything kept of a rollout on one line; nothing is lost, and ``import`` makes the same columns.
 
+``messages`` is the main conversation. ``conversations`` lists all of them by the indices of their messages, with the
+calls that answered, and ``tree`` holds the messages meant where there are more than the main one's.
+
 Token columns are lists per sequence. Log-probabilities are written with nine significant digits, which give the same
 float32 back; ``null`` stands where a token was not sampled, and for a reward that is not there. Artifacts are base64.
 """
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
 
 _SUFFIX = {"none": ".jsonl", "gz": ".jsonl.gz", "zst": ".jsonl.zst"}
-_RAGGED = ("rewards", "messages", "sequences", "turns", "attempts", "artifacts")
+_RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "artifacts")
 
 
 def write(job: Job) -> list[Path]:
@@ -50,7 +53,7 @@ def line(row: Row) -> bytes:
             value = getattr(row, name)
             head[name] = None if name in UNKNOWN_AS_NAN and math.isnan(value) else value
     head["rewards"] = row.rewards
-    head["messages"] = row.messages
+    head |= row.conversation_record()
     head["turns"] = [asdict(turn) for turn in row.turns]
     head["attempts"] = [asdict(attempt) for attempt in row.attempts]
     head["artifacts"] = [
@@ -87,7 +90,7 @@ def parse(data: Mapping[str, Any]) -> Trajectory:
     Raises:
         KeyError, TypeError, ValueError: the line is not a trajectory.
     """
-    record = dict(data)
+    record = {**data, **data.get("tree", {})}
     record["sequences"] = [
         {
             "policy": s["policy"],

@@ -2,7 +2,8 @@
 
 Scalars are columns of the names they have in ``trajectories.h5``; ``rewards`` is a struct with one field per name;
 ``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, token columns lists inside. ``messages``
-is JSON text, because messages have no common fields. NaN stays NaN.
+(the main conversation), ``conversations`` and ``tree`` are JSON text as in the JSON lines, because messages have no
+common fields. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "Parquet, one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets"
 
+_TOLD = ("messages", "conversations", "tree")
 SCALARS = tuple(c for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n")
 
 
@@ -57,7 +59,9 @@ def write(job: Job) -> list[Path]:
                     [pa.array(job.store.column(f"rewards/{name}")[numbers], pa.float32()) for name in names],
                     list(names),
                 )
-            columns["messages"] = [json.dumps(row.messages) for row in rows]
+            told = [row.conversation_record() for row in rows]
+            for name in _TOLD:
+                columns[name] = [json.dumps(record.get(name)) for record in told]
             columns["sequences"] = sequences(pa, job.flat(numbers), numbers)
             for name in ("turn_list", "attempt_list", "artifacts"):
                 columns[name] = [_records(row, name) for row in rows]
@@ -109,7 +113,7 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
     fields = [pa.field(c.name, pa.string() if c.dtype in (STRING, TEXT) else getattr(pa, c.dtype)()) for c in SCALARS]
     if rewards:
         fields.append(pa.field("rewards", pa.struct([(name, pa.float32()) for name in rewards])))
-    fields.append(pa.field("messages", pa.string()))
+    fields += [pa.field(name, pa.string()) for name in _TOLD]
     integers, reals = pa.list_(pa.int32()), pa.list_(pa.float32())
     fields.append(
         pa.field(
@@ -126,7 +130,8 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
         )
     )
     turn = {name: pa.int64() for name in ("sequence", "token_start", "token_end")}
-    turn |= {"finish_reason": pa.string()}
+    turn |= {"finish_reason": pa.string(), "policy": pa.string()}
+    turn |= {name: pa.int64() for name in ("message", "started_by")}
     turn |= {name: pa.float32() for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
     fields.append(pa.field("turn_list", of({**turn, "server": pa.string()})))
     attempt = {"attempt": pa.int32()}

@@ -27,6 +27,7 @@ from megaflow_hpc.trajectories.reading.sources import Flat, offsets_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "Parquet, one row per token sequence, with the columns of verl's rollouts and prompt datasets"
 
@@ -56,10 +57,9 @@ def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
         begin = first + int(mask.argmax())
         versions = flat.weight_versions[first:last][mask == 1]
         row = job.store[number]
-        conversation = _prompt(row.messages)
         yield {
             "data_source": job.store.campaign,
-            "prompt": conversation,
+            "prompt": _prompt(_asked(row, place)),
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": row.task_id},
             "extra_info": {"index": number, "sequence": place, "task_id": row.task_id, "trajectory": row.id},
@@ -75,6 +75,13 @@ def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
             "policy": str(flat.policy[s]),
             "agent_name": row.agent,
         }
+
+
+def _asked(row: Row, sequence: int) -> list[dict[str, Any]]:
+    """Returns what was asked in the first call of a sequence; the main conversation if that is unknown."""
+    linked = (n for n, turn in enumerate(row.turns) if turn.sequence == sequence and turn.message >= 0)
+    number = next(linked, None)
+    return row.messages if number is None else row.call(number).messages
 
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5 import chunks
 from megaflow_hpc.trajectories.hdf5.columns import read
+from megaflow_hpc.trajectories.hdf5.numbering import missing
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, TEXT
 
 FLAT = {
@@ -62,10 +63,15 @@ class Part:
         }
         self.rewards: dict[str, Array] = {name: read(dataset) for name, dataset in file.get("rewards", {}).items()}
         rows = len(self.columns["trajectories/id"])
-        for path, value in OPTIONAL.items():
-            if path not in self.columns:
-                size = rows if path.startswith("trajectories/") else len(self.columns["sequences/trajectory"])
-                self.columns[path] = np.full(size, value, COLUMNS[path].dtype)
+        sizes = {
+            "trajectories": rows,
+            "sequences": len(self.columns["sequences/trajectory"]),
+            "turns": len(self.columns["turns/sequence"]),
+            "messages": len(self.columns["messages/offset"]) - 1,
+        }
+        for path in OPTIONAL.keys() - self.columns.keys():
+            size = sizes[COLUMNS[path].group]
+            self.columns[path] = missing(path, size, self.columns["trajectories/message_offset"])
         self.first: dict[str, Numbers] = {extent: self.columns[path] for extent, path in _OFFSETS.items()}
         """By extent (rows + 1): the first item of each row."""
         self.first["f"] = np.searchsorted(self.columns["artifacts/trajectory"], np.arange(rows + 1))

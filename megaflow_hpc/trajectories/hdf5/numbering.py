@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.columns import read
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, chunk
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING, chunk
 
 ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 """Extents of the items that rows have, and the offset columns of the trajectories that say which."""
@@ -33,6 +33,20 @@ NUMBERED = {
     "artifacts/offset": "fb",
 }
 """Columns that hold numbers of items of the file: they are renumbered when rows move."""
+
+
+def missing(path: str, count: int, message_offset: Any) -> Any:
+    """Returns what is read of a column that a file of older software lacks.
+
+    Args:
+        path: the column.
+        count: its entries.
+        message_offset: (rows + 1), the rows' messages, which form one conversation each; only for ``messages/parent``.
+    """
+    if path == "messages/parent":
+        return np.arange(count) - np.repeat(message_offset[:-1] - message_offset[0], np.diff(message_offset)) - 1
+    dtype = COLUMNS[path].dtype
+    return np.full(count, OPTIONAL[path], "S1" if dtype == STRING else dtype)
 
 
 def lead_behind(source: h5py.File) -> dict[str, int]:

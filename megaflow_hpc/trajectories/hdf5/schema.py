@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 FORMAT = "megaflow-hpc/trajectories"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 STRING = "string"
 """UTF-8 of fixed width, padded with NUL; a file's own width, a power of two. Older files have variable lengths."""
@@ -65,7 +65,12 @@ GROUPS = (
             ("policy", STRING, "n", "the policy that was rolled out"),
             ("agent", STRING, "n", "key of the agent in the campaign"),
             ("status", STRING, "n", "`completed`, `truncated` (both verified), `failed` or `cancelled`"),
-            ("error_kind", STRING, "n", "empty; with a verdict agent, verifier; else model, sandbox, node, walltime, user"),
+            (
+                "error_kind",
+                STRING,
+                "n",
+                "empty; if verified agent or verifier, else model, sandbox, node, walltime, user",
+            ),
             ("error", TEXT, "n", "the cause in words"),
             ("node", STRING, "n", "host that carried it out"),
             ("job_id", STRING, "n", "Slurm job, `<array job>_<element>`"),
@@ -141,6 +146,15 @@ GROUPS = (
             ("agent_s", "float32", "t", "seconds in the agent itself"),
             ("wait_s", "float32", "t", "seconds waiting for an engine"),
             ("server", STRING, "t", "the engine server that answered"),
+            ("policy", STRING, "t", "the policy that answered; empty where unknown (version 1)"),
+            ("message", "int64", "t", "its answer, counted among the messages of its trajectory; -1 where unknown"),
+            (
+                "started_by",
+                "int64",
+                "t",
+                "the call whose tool calls had no results yet when this call began another conversation, so the one "
+                "that started a sub-agent, counted among the turns of its trajectory; -1 if there is none",
+            ),
         ),
     ),
     Group(
@@ -155,9 +169,18 @@ GROUPS = (
     ),
     Group(
         "messages",
-        "The conversation. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object in OpenAI message "
-        "form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain JSON. `q` messages.",
+        "Every message of every model call. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object "
+        "in OpenAI message form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain "
+        "JSON. The messages of a trajectory are a tree, because conversations share what they have in common: the "
+        "conversation of a call is its answer, `/turns/message`, and the messages before that by `parent`. In files of "
+        "version 1 the messages of a trajectory are its longest conversation, and no call is linked. `q` messages.",
         (
+            (
+                "parent",
+                "int64",
+                "q",
+                "the message before it, counted among the messages of its trajectory; -1 where a conversation begins",
+            ),
             ("offset", "int64", "q+1", "into `json`"),
             ("json", "uint8", "qb", "UTF-8 bytes"),
         ),
@@ -180,8 +203,9 @@ GROUPS = (
         "artifacts",
         "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
         "trajectories. `calls.jsonl` has a line of JSON per turn with what a replay needs beside the tokens: the "
-        "request's `id`, `asked` (a digest of the conversation), and the answer as `text` or, where there is more to "
-        "it, as `message`. (Older files have `engine.jsonl` instead, with the sampled ids a second time, up to 8 MiB.)",
+        "request's `id`, `asked` (a digest of the conversation), and the `text` of an answer that is no message. (In "
+        "files of version 1 that is the `text` or `message` of every answer; older ones have `engine.jsonl` instead, "
+        "with the sampled ids a second time, up to 8 MiB.)",
         (
             ("name", STRING, "f", "file name"),
             ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
@@ -192,6 +216,11 @@ GROUPS = (
 )
 
 REWARDS_DOC = "One dataset per reward the verifiers named, float32 `(n)`: the reward, NaN where the rollout has none."
+
+IMAGES_DOC = (
+    "Reserved for the bytes, SHA-256 and size of each distinct image and the token spans that show it. This software "
+    "writes no such group, and passes over one that is there."
+)
 
 ROOT_ATTRIBUTES = (
     ("format", f"`{FORMAT}`"),
@@ -233,8 +262,13 @@ OPTIONAL: dict[str, Any] = {
     **{f"trajectories/{name}": math.nan for name in MEASURED},
     "sequences/weight_version_min": -1,
     "sequences/weight_version_max": -1,
+    "turns/policy": "",
+    "turns/message": -1,
+    "turns/started_by": -1,
+    "messages/parent": None,
 }
-"""Columns that files of older software lack, and the values read instead."""
+"""Columns that files of older software lack, and the values read instead; see
+:func:`~megaflow_hpc.trajectories.hdf5.numbering.missing`."""
 
 LOGPROB_CHUNK = 4096
 """Log-probabilities per chunk: they are noise, so larger chunks gain nothing and slow random reading."""
@@ -283,5 +317,5 @@ def markdown() -> str:
         lines += ["", f"### `/{group.name}`", "", group.doc, "", "| dataset | type | length | holds |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
-    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC]
+    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC, "", "### `/images`", "", IMAGES_DOC]
     return "\n".join(lines) + "\n"

@@ -41,12 +41,13 @@ _EXTENTS = {
     "m": "sequences/trajectory",
     "t": "turns/sequence",
     "k": "tokens/id",
+    "q": "messages/offset",
     "qb": "messages/json",
     "a": "attempts/attempt",
     "f": "artifacts/name",
     "fb": "artifacts/bytes",
 }
-"""The column whose length each extent is; of messages only the offsets count."""
+"""The column whose length each extent is; of messages the offsets, which are one more."""
 
 
 TARGETS = {
@@ -126,6 +127,7 @@ def lengths(found: Mapping[str, Found]) -> Iterator[str]:
         extent = column.extent.removesuffix("+1")
         if path in found and extent in _EXTENTS:
             (entries,), expected = found[path].shape, found[_EXTENTS[extent]].shape[0] + column.is_offset
+            expected -= extent == "q"
             if entries != expected:
                 yield f"/{path}: {entries} entries, expected {expected}"
     rows = found["trajectories/id"].shape

@@ -24,10 +24,10 @@ from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache, ChunkedColumn, gat
 from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.interleave import Rows
-from megaflow_hpc.trajectories.hdf5.numbering import NUMBERED, ROWS, rebased, spans_of
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL, STRING, TEXT
+from megaflow_hpc.trajectories.hdf5.numbering import NUMBERED, ROWS, missing, rebased, spans_of
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, STRING, TEXT
 from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
-from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.trajectory import Trajectory, linked
 from megaflow_hpc.version import __version__
 
 _FLUSH_ROWS = 256
@@ -39,7 +39,7 @@ _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
     *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "started_at", "finished_at"),
 )
-_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server")
+_TURN = tuple(c.name for c in COLUMNS.values() if c.group == "turns" and c.path not in NUMBERED)
 _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
 
 
@@ -134,6 +134,7 @@ class TrajectoryWriter:
         self._put_sequences(trajectory, row)
         texts = [message_json(message) for message in trajectory.messages]
         self._put_bytes("messages/json", "messages/offset", "qb", texts)
+        held["messages/parent"] += linked(trajectory.parents, len(texts))
         counts["q"] += len(texts)
         for name in _ATTEMPT:
             held[f"attempts/{name}"] += [getattr(attempt, name) for attempt in trajectory.attempts]
@@ -178,7 +179,8 @@ class TrajectoryWriter:
                 kept = np.concatenate([[0], np.cumsum(keep["a"])])
                 column.put(kept[read(source[path], start + 1, end + 1)] - kept[spans["a"][0]] + self._counts["a"])
             elif path not in source:
-                column.put(np.full(last - first, OPTIONAL[path], spec.dtype))
+                offsets = read(source["trajectories/message_offset"], start, end + 1)
+                column.put(missing(path, last - first, offsets))
             elif path in NUMBERED:
                 values = read(source[path], first + spec.is_offset, last + spec.is_offset)
                 column.put(rebased(path, values, shift, source, (first, last)))

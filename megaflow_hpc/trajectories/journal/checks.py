@@ -16,7 +16,7 @@ from typing import Any
 from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
-from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.trajectory import TokenSequence, Trajectory, linked
 from megaflow_hpc.types import VERIFIED
 
 LONGEST_NAME = 1024
@@ -88,19 +88,26 @@ def checked(trajectory: Trajectory) -> Trajectory:
     if trajectory.reward is not None and trajectory.status not in VERIFIED:
         raise ValueError(f"reward {trajectory.reward} though {trajectory.status}")
     _rewards(trajectory.rewards)
-    for message in trajectory.messages:
-        _message(message)
+    _messages(trajectory.messages)
+    trajectory.parents = linked(_parents(trajectory.parents, len(trajectory.messages)), len(trajectory.messages))
     for number, sequence in enumerate(trajectory.sequences):
         _sequence(number, sequence)
     for number, turn in enumerate(trajectory.turns):
         for name in _DTYPES["turns"]:
             setattr(turn, name, _value("turns", name, getattr(turn, name)))
+        if not -1 <= turn.message < len(trajectory.messages):
+            raise ValueError(f"turn {number} names message {turn.message} of {len(trajectory.messages)}")
+        if not -1 <= turn.started_by < number:
+            raise ValueError(f"turn {number} was started by turn {turn.started_by}, which does not precede it")
         if turn.sequence < 0:
             continue
         if turn.sequence >= len(trajectory.sequences):
             raise ValueError(f"turn {number} names sequence {turn.sequence} of {len(trajectory.sequences)}")
         if not 0 <= turn.token_start <= turn.token_end <= len(trajectory.sequences[turn.sequence].tokens):
             raise ValueError(f"turn {number} spans tokens {turn.token_start} to {turn.token_end}, outside its sequence")
+    answers = [turn.message for turn in trajectory.turns if turn.message >= 0]
+    if len(set(answers)) < len(answers):
+        raise ValueError("two turns name the same message as their answer")
     for attempt in trajectory.attempts:
         for name in _DTYPES["attempts"]:
             setattr(attempt, name, _value("attempts", name, getattr(attempt, name)))
@@ -123,6 +130,10 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
         except (TypeError, ValueError):
             continue
         kept[name] = data[name]
+    try:
+        kept["parents"] = linked(_parents(data.get("parents", ()), len(kept["messages"])), len(kept["messages"]))
+    except (KeyError, TypeError, ValueError):
+        kept.pop("messages", None)  # what follows what is unknown
     return Trajectory(**kept | {name: getattr(heading, name) for name in ("id", "status", "epoch", "attempt")})
 
 
@@ -176,6 +187,16 @@ def _messages(messages: Any) -> None:
         raise ValueError(f"messages {_shown(messages)}, expected a list")
     for message in messages:
         _message(message)
+
+
+def _parents(parents: Any, count: int) -> list[int]:
+    """Returns the parents of messages, if each precedes its child."""
+    if not isinstance(parents, list | tuple) or len(parents) > count:
+        raise ValueError(f"parents {_shown(parents)}, expected a list of up to {count} numbers")
+    for node, parent in enumerate(parents):
+        if type(parent) is not int or not -1 <= parent < node:
+            raise ValueError(f"message {node} follows message {_shown(parent)}, which does not precede it")
+    return list(parents)
 
 
 def _message(message: Any) -> None:

@@ -35,7 +35,7 @@ def validate(path: str | os.PathLike[str]) -> list[str]:
         problems = problems or list(faults(columns)) or list(lengths(columns)) or list(_unreadable(file, columns))
         problems = problems or list(offset_faults(file))
         if not problems:
-            for check in (_trajectories, _sequences, _turns, _tokens, _messages, _artifacts):
+            for check in (_trajectories, _sequences, _turns, _links, _tokens, _messages, _artifacts):
                 problems += check(file)
     return problems
 
@@ -101,6 +101,31 @@ def _turns(file: h5py.File) -> Iterator[str]:
     if (row := _first(~(inside & (start[known] <= end[known])))) is not None:
         row = int(np.flatnonzero(known)[row])
         yield f"/turns: row {row}: tokens {start[row]} to {end[row]}, outside its sequence"
+
+
+def _links(file: h5py.File) -> Iterator[str]:
+    """Checks what files of version 2 add: which message follows which, which one a call answered, what started it."""
+    messages, turns = (read(file[f"trajectories/{name}_offset"]) for name in ("message", "turn"))
+    if "messages/parent" in file:
+        parent = read(file["messages/parent"])
+        own = np.arange(len(parent)) - np.repeat(messages[:-1], np.diff(messages))
+        if (row := _first((parent < -1) | (parent >= own))) is not None:
+            yield f"/messages/parent: row {row}: {parent[row]}, expected -1 to {own[row] - 1}"
+    owner = _owners(file, "trajectories/turn_offset")
+    if "turns/started_by" in file:
+        caller, own = read(file["turns/started_by"]), np.arange(len(owner)) - turns[owner]
+        if (row := _first((caller < -1) | (caller >= own))) is not None:
+            yield f"/turns/started_by: row {row}: {caller[row]}, expected -1 to {own[row] - 1}"
+    if "turns/message" in file:
+        answer, count = read(file["turns/message"]), np.diff(messages)[owner]
+        if (row := _first((answer < -1) | (answer >= count))) is not None:
+            yield f"/turns/message: row {row}: {answer[row]}, expected -1 to {count[row] - 1}"
+            return
+        linked = answer >= 0
+        _, places = np.unique((answer + messages[owner])[linked], return_index=True)
+        twice = np.setdiff1d(np.flatnonzero(linked), np.flatnonzero(linked)[places])
+        if len(twice):
+            yield f"/turns/message: row {twice[0]}: {answer[twice[0]]}, the answer of an earlier call"
 
 
 def _tokens(file: h5py.File) -> Iterator[str]:

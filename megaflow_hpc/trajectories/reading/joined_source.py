@@ -121,6 +121,9 @@ class JoinedSource:
     def messages(self, row: int) -> list[dict[str, Any]]:
         return self._of(row).messages(int(self._row[row]))
 
+    def parents(self, row: int) -> list[int]:
+        return self._of(row).parents(int(self._row[row]))
+
     def sequences(self, row: int) -> list[SequenceView]:
         return self._of(row).sequences(int(self._row[row]))
 

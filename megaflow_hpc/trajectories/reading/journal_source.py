@@ -71,6 +71,9 @@ class JournalSource:
     def messages(self, row: int) -> list[dict[str, Any]]:
         return [json.loads(message_json(message)) for message in self._load(row).messages]
 
+    def parents(self, row: int) -> list[int]:
+        return list(self._load(row).parents)
+
     def sequences(self, row: int) -> list[SequenceView]:
         return [
             SequenceView(
@@ -86,7 +89,9 @@ class JournalSource:
     def turns(self, row: int) -> list[Turn]:
         found = []
         for turn in self._load(row).turns:
-            turn = replace(turn, finish_reason=escape(turn.finish_reason), server=escape(turn.server))
+            turn = replace(turn)
+            for name in ("finish_reason", "server", "policy"):
+                setattr(turn, name, escape(getattr(turn, name)))
             for name in _TIMES:
                 setattr(turn, name, float(np.float32(getattr(turn, name))))
             if turn.sequence < 0:

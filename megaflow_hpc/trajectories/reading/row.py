@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.reading.conversations import Call, Conversation, conversations, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView, Source
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
 _SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n") - {"turns"}
@@ -56,8 +58,55 @@ class Row:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation, in OpenAI message form."""
-        return self._source.messages(self.index)
+        """The main conversation, in OpenAI message form; see
+        :func:`~megaflow_hpc.trajectories.reading.conversations.main`."""
+        found = self.conversations
+        return found[main(found, self.policy)].messages if found else []
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        """All its conversations, in the order in which they began."""
+        source, row = self._source, self.index
+        views = source.sequences(row)
+        turns = [
+            replace(turn, policy=views[turn.sequence].policy if turn.sequence >= 0 else self.policy)
+            if not turn.policy
+            else turn
+            for turn in source.turns(row)
+        ]
+        return conversations(source.messages(row), source.parents(row), turns)
+
+    def conversation_record(self) -> dict[str, Any]:
+        """Returns the conversations as plain JSON.
+
+        Returns:
+            ``messages``, the main one; ``conversations``, all of them, each with the indices of its ``messages``, the
+            ``turns`` whose answers those are, and its links; and, if there is more than the main conversation, the
+            ``tree`` whose messages are meant: ``messages`` and the ``parents`` of each.
+        """
+        found, messages, parents = (
+            self.conversations,
+            self._source.messages(self.index),
+            self._source.parents(self.index),
+        )
+        links = ("policy", "parent", "shared", "started_by", "turns")
+        record: dict[str, Any] = {
+            "messages": found[main(found, self.policy)].messages if found else [],
+            "conversations": [{"messages": one.nodes, **{name: getattr(one, name) for name in links}} for one in found],
+        }
+        if parents != linked((), len(messages)):
+            record["tree"] = {"messages": messages, "parents": parents}
+        return record
+
+    def call(self, number: int) -> Call:
+        """Returns one model call: the messages that were asked, the answer and its turn.
+
+        Messages are none, and the answer ``None``, if the call was no chat call or is not linked to its answer.
+        """
+        turn = self.turns[number]
+        messages = self._source.messages(self.index)
+        path = path_to(self._source.parents(self.index), turn.message)
+        return Call([messages[node] for node in path[:-1]], messages[path[-1]] if path else None, turn)
 
     @property
     def sequences(self) -> list[SequenceView]:
@@ -94,7 +143,8 @@ class Row:
             )
             for s in self.sequences
         ]
-        ragged = {name: getattr(self, name) for name in ("rewards", "messages", "turns", "attempts", "artifacts")}
+        ragged = {name: getattr(self, name) for name in ("rewards", "turns", "attempts", "artifacts")}
+        ragged |= {"messages": self._source.messages(self.index), "parents": self._source.parents(self.index)}
         return Trajectory(**scalars, sequences=sequences, **ragged)
 
     def __repr__(self) -> str:

@@ -22,9 +22,10 @@ from megaflow_hpc.texts import parse_object
 from megaflow_hpc.trajectories.hdf5 import chunks
 from megaflow_hpc.trajectories.hdf5.columns import read, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.numbering import missing
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL
 from megaflow_hpc.trajectories.hdf5.structure import TARGETS
-from megaflow_hpc.trajectory import Attempt, Turn
+from megaflow_hpc.trajectory import Attempt, Turn, linked
 from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
@@ -106,7 +107,10 @@ class Source(Protocol):
         """Returns the named rewards that a row has."""
 
     def messages(self, row: int) -> list[dict[str, Any]]:
-        """Returns the conversation in OpenAI message form."""
+        """Returns every message of a row in OpenAI form: a tree (:class:`~megaflow_hpc.trajectory.Trajectory`)."""
+
+    def parents(self, row: int) -> list[int]:
+        """Returns, for each message of a row, the index of the one before it; -1 where a conversation begins."""
 
     def sequences(self, row: int) -> list[SequenceView]:
         """Returns the token sequences of one row."""
@@ -184,8 +188,8 @@ class Hdf5Source:
 
     def _read(self, path: str, start: int, end: int | None) -> NDArray[Any]:
         if path not in self.file and path in OPTIONAL:
-            size = self._length_of(path)
-            return np.full(len(range(*slice(start, end).indices(size))), OPTIONAL[path], COLUMNS[path].dtype)
+            size = len(range(*slice(start, end).indices(self._length_of(path))))
+            return missing(path, size, ())
         values = read(self.file[path], start, end)
         if path in TARGETS or path == "sequences/trajectory":
             self._require_order(path, values)
@@ -281,12 +285,33 @@ class Hdf5Source:
         except ValueError as error:
             raise ConfigError(f"{self.path}: row {row}: a message is {error}; the file is damaged") from None
 
+    def parents(self, row: int) -> list[int]:
+        start, end = self._span("trajectories/message_offset", row)
+        if "messages/parent" not in self.file:
+            return linked((), end - start)
+        found: list[int] = self._slice("messages/parent", start, end).tolist()
+        if any(not -1 <= parent < node for node, parent in enumerate(found)):
+            raise ConfigError(
+                f"{self.path}: row {row}: a message follows one that comes later; "
+                f"run: megaflow-hpc validate {self.path}"
+            )
+        return found
+
     def turns(self, row: int) -> list[Turn]:
         start, end = self._span("trajectories/turn_offset", row)
         first, last = self._span("trajectories/sequence_offset", row)
         bases = self._slice("sequences/token_offset", first, last).tolist() if last > first else []
         turns = [Turn(**values) for values in self._records("turns", Turn, start, end)]
-        for turn in turns:
+        first_message, last_message = self._span("trajectories/message_offset", row)
+        answers: set[int] = set()
+        for number, turn in enumerate(turns):
+            known = -1 <= turn.message < last_message - first_message and turn.message not in answers
+            answers |= {turn.message} - {-1}
+            if not known or not -1 <= turn.started_by < number:
+                raise ConfigError(
+                    f"{self.path}: row {row}: call {number} names message {turn.message} and call {turn.started_by}, "
+                    f"which it cannot; run: megaflow-hpc validate {self.path}"
+                )
             if turn.sequence >= 0:
                 if not first <= turn.sequence < last:
                     raise ConfigError(

@@ -118,7 +118,7 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
     (turn,) = recording.turns  # a call was made, of which no tokens are known
     assert (turn.sequence, turn.token_end, turn.finish_reason, turn.server) == (-1, 0, "stop", "default.0")
     assert recording.sequences == []
-    parts = {"turns": recording.turns, "artifacts": [calls_artifact(recording)]}
+    parts = {"turns": recording.turns, "messages": recording.messages, "artifacts": [calls_artifact(recording)]}
     kept = Trajectory("t/default/0", "t", "t/default", "default", "mine", "completed", **parts)  # type: ignore[arg-type]
     (again,) = calls_of(kept)  # by which it can be replayed
     assert (again.sample.text, again.sample.tokens, again.asked) == ("fine", [], digest(conversation("hello")))

@@ -19,6 +19,7 @@ from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint
+from tests.support.reported import answered
 from tests.support.serving import in_loop
 
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -116,9 +117,9 @@ async def call(model: ModelEndpoint, text: str = "hello", **more: Any) -> tuple[
 
 def says_good(recording: Recording, calls: int) -> None:
     assert [turn.server for turn in recording.turns] == ["p.1"] * calls
-    for turn, call in zip(recording.turns, recording.calls, strict=True):
+    for turn, text in zip(recording.turns, answered(recording), strict=True):
         tokens = recording.sequences[turn.sequence].tokens[turn.token_start : turn.token_end]
-        assert bytes(t for t in tokens if t < 256) == call["text"].encode() == b"good"
+        assert bytes(t for t in tokens if t < 256) == text.encode() == b"good"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

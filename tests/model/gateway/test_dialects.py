@@ -184,11 +184,12 @@ def test_a_stream_of_a_response_adds_up_to_the_answer(message: dict[str, Any]) -
 def test_an_answer_that_the_agent_changed_stays_changed() -> None:
     recorder = Recorder("p")
     said = {"role": "assistant", "content": "A long story.", "reasoning": "why"}
-    recorder.add(Sample([1], [2], [-1.0], message=said), [{"role": "user", "content": "?"}])
+    asked = {"role": "user", "content": "?"}
+    recorder.add(Sample([1], [2], [-1.0], message=said), [asked])
     for back in ({"content": "[cut]"}, {"content": "A long story.", "reasoning": "other"}):
-        assert recorder.restore([{"role": "assistant", **back}]) == [{"role": "assistant", **back}]
-    (restored,) = recorder.restore([{"role": "assistant", "content": [{"type": "text", "text": "A long story. "}]}])
-    assert restored == said
+        assert recorder.restore([asked, {"role": "assistant", **back}]) == [asked, {"role": "assistant", **back}]
+    back = {"content": [{"type": "text", "text": "A long story. "}]}
+    assert recorder.restore([asked, {"role": "assistant", **back}]) == [asked, said]
 
 
 def test_defaults_that_a_client_adds_to_a_call_change_nothing_and_other_values_do() -> None:
@@ -198,9 +199,10 @@ def test_defaults_that_a_client_adds_to_a_call_change_nothing_and_other_values_d
 
     recorder = Recorder("p")
     answer = said({"path": "a"}, reasoning="why")
-    recorder.add(Sample([1], [2], [-1.0], message=answer), [{"role": "user", "content": "?"}])
-    assert recorder.restore([said({"all": False, "path": "a"})]) == [answer]
-    assert recorder.restore([said({"all": False, "path": "b"})]) == [said({"all": False, "path": "b"})]
+    asked = {"role": "user", "content": "?"}
+    recorder.add(Sample([1], [2], [-1.0], message=answer), [asked])
+    assert recorder.restore([asked, said({"all": False, "path": "a"})]) == [asked, answer]
+    assert recorder.restore([asked, said({"all": False, "path": "b"})])[1] == said({"all": False, "path": "b"})
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}

@@ -14,7 +14,7 @@ import pytest
 from megaflow_hpc.model.engines.scripted.tokens import END, render
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget, ModelEndpoint
-from tests.support.reported import check_against_reported
+from tests.support.reported import answered, check_against_reported
 from tests.support.serving import Servers, call, conversation, descendants, in_loop
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
@@ -55,7 +55,7 @@ async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
         )
         for n in range(20):
             recording = await gateway.close(f"t{n}/default/0")
-            assert [call["text"] for call in recording.calls] == [f"answer {n}"] * 5
+            assert answered(recording) == [f"answer {n}"] * 5
             check_against_reported(recording)
 
 

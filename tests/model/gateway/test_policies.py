@@ -10,6 +10,7 @@ from aiohttp import web
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.serving import in_loop
 
@@ -56,4 +57,7 @@ async def test_a_debate_of_two_policies_is_two_sequences_each_of_its_own_policy_
     for sequence in recording.sequences:
         prompt, sampled = engines[sequence.policy].log[-1]
         assert list(sequence.tokens) == [*prompt, *sampled]
-    assert [m["content"] for m in recording.messages if m["role"] == "assistant"] == ["I, the solver."] * 3
+    for number, (policy, calls) in enumerate({"solver": [0, 2, 4], "critic": [1, 3, 5]}.items()):
+        found = conversations(recording.messages, recording.parents, recording.turns)[number]
+        assert (found.policy, [call for call in found.turns if call is not None]) == (policy, calls)
+        assert {m["content"] for m in found.messages if m["role"] == "assistant"} == {f"I, the {policy}."}

@@ -36,7 +36,8 @@ class Kept:
         task, policy, _ = rollout_id.rsplit("/", 2)
         trajectory = Trajectory(rollout_id, task, f"{task}/{policy}", policy, "a", "completed")
         trajectory.sequences, trajectory.turns = recording.sequences, recording.turns
-        trajectory.messages, trajectory.artifacts = recording.messages, [calls_artifact(recording)]
+        trajectory.messages, trajectory.parents = recording.messages, recording.parents
+        trajectory.artifacts = [calls_artifact(recording)]
         self.rollouts[rollout_id] = Trajectory.from_record(trajectory.to_record())
 
 
@@ -125,7 +126,7 @@ async def test_calls_whose_answers_were_not_all_kept_are_named() -> None:
 
 
 def as_older_software_kept_it(trajectory: Trajectory) -> None:
-    """The artifact with the sampled ids a second time, cut at 8 MiB."""
+    """The artifact with answers and sampled ids a second time, cut at 8 MiB, and no link between messages and calls."""
     lines = []
     for turn, line in zip(trajectory.turns, trajectory.artifacts[0].data.splitlines(), strict=True):
         call, sequence = json.loads(line), trajectory.sequences[turn.sequence]
@@ -134,8 +135,9 @@ def as_older_software_kept_it(trajectory: Trajectory) -> None:
         old |= {"prompt_tokens": turn.token_start, "token_ids": list(sequence.tokens[part])}
         old |= {"logprobs": list(sequence.logprobs[part]), "text": call.get("text", "")}
         old |= {"finish_reason": turn.finish_reason}
-        if "message" in call:
-            old |= {"text": call["message"].get("content") or "", "message": call["message"]}
+        message = trajectory.messages[turn.message]
+        old |= {"text": message.get("content") or "", "message": message}
+        turn.message = -1
         lines.append(json.dumps(old) + "\n")
     trajectory.artifacts = [Artifact("engine.jsonl", "".join(lines).encode()[: 8 << 20])]
 

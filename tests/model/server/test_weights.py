@@ -28,6 +28,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_run
 from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
+from tests.support.reported import answered
 from tests.support.serving import Servers, conversation, in_loop
 from tests.support.tensors import safetensors
 from tests.support.waiting import until
@@ -388,9 +389,9 @@ def test_engines_that_load_nothing_in_place_are_started_anew_and_no_request_is_l
                 assert fewest == 1
             for number in range(4):
                 recording = await gateway.close(f"t/default/{number}")
-                for turn, call in zip(recording.turns, recording.calls, strict=True):
+                for turn, text in zip(recording.turns, answered(recording), strict=True):
                     sampled = recording.sequences[turn.sequence].weight_versions[turn.token_start : turn.token_end]
-                    assert set(sampled) == {{"old": 0, "new": 1}[call["text"]]}
+                    assert set(sampled) == {{"old": 0, "new": 1}[text]}
 
     scenario()
 

@@ -93,7 +93,7 @@ def test_turns_in_the_file_point_at_sampled_tokens(run):
         assert all(mask[a:b].all() and b > a for a, b in spans)
         assert mask.sum() == sum(b - a for a, b in spans)
         assert dict(file.attrs)["format"] == "megaflow-hpc/trajectories"
-        assert file.attrs["format_version"] == 1
+        assert file.attrs["format_version"] == 2
         assert file.attrs["campaign"] == "sample"
         assert file["rewards/tests"][:].tolist()[:2] == pytest.approx([math.nan, 0.5], nan_ok=True)
 
@@ -273,7 +273,7 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
         file["x"] = 1
     shutil.copy(whole, tmp_path / "newer.h5")
     with h5py.File(tmp_path / "newer.h5", "r+") as file:
-        file.attrs["format_version"] = 2
+        file.attrs["format_version"] = 3
     shutil.copy(whole, tmp_path / "lacking.h5")
     with h5py.File(tmp_path / "lacking.h5", "r+") as file:
         del file["tokens/logprob"]
@@ -282,7 +282,7 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
         "text.h5": "not an HDF5 file",
         "cut.h5": "truncated or damaged",
         "foreign.h5": "this HDF5 file is not ours",
-        "newer.h5": "format_version .*2.*, expected 1",
+        "newer.h5": "format_version .*3.*, expected 1 to 2",
         "lacking.h5": "lacks the dataset /tokens/logprob",
     }
     for name, message in messages.items():

@@ -10,9 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
-from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories
+from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED, OPTIONAL, STRING
 from megaflow_hpc.trajectories.journal.shards import write_shard
+from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
+from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.reading.joined_source import JoinedSource
 from tests.support.samples import commit, run_dir, trajectory
 
@@ -115,21 +117,42 @@ def test_a_damaged_shard_is_passed_over(running, caplog):
 
 
 def test_files_of_older_software_are_read(running, tmp_path):
-    """Strings of variable length, no optional columns."""
+    """Version 1: strings of variable length, no optional columns, and so no link between messages and calls."""
     path = gather(running)
     with open_trajectories(path) as store:
         before = [row.trajectory() for row in store]
     with h5py.File(path, "r+") as file:
+        file.attrs["format_version"] = np.int32(1)
         for name in OPTIONAL:
             del file[name]
         for column in COLUMNS.values():
-            if column.dtype == STRING:
+            if column.dtype == STRING and column.path not in OPTIONAL:
                 values = file[column.path].asstr()[:]
                 del file[column.path]
                 file.create_dataset(column.path, data=values, dtype=h5py.string_dtype(), maxshape=(None,), chunks=(7,))
+    for trajectory_ in before:
+        trajectory_.parents = list(range(-1, len(trajectory_.messages) - 1))
+        for turn in trajectory_.turns:
+            turn.policy, turn.message, turn.started_by = "", -1, -1
+    assert validate(path) == []
+    compact(path, tmp_path / "compact.h5")
+    anonymise(path, tmp_path / "anonymous.h5")
     with open_trajectories(path) as store:
         assert [repr(row.trajectory()) for row in store] == list(map(repr, before))
-        assert store.ids == [t.id for t in before]
+        assert all(row.call(n).answer is None for row in store for n in range(len(row.turns)))
+    for copy in (path, tmp_path / "compact.h5", tmp_path / "anonymous.h5"):
+        with open_trajectories(copy) as store:
+            assert [row.messages for row in store] == [t.messages for t in before]
+            assert [row.trajectory().parents for row in store] == [t.parents for t in before]
+    assert [validate(tmp_path / f"{name}.h5") for name in ("compact", "anonymous")] == [[], []]
+    commit(running, "d", (100, 0, trajectory(80)))
+    gather(running)  # an old file grows
+    with open_trajectories(running.path) as store:
+        assert validate(running.trajectories) == []
+        assert [row.messages[0] for row in store][: len(before)] == [t.messages[0] for t in before]
+        assert store[len(before)].trajectory().parents == trajectory(80).parents
+    with open_trajectories(running.path) as store:
+        assert store.ids[: len(before)] == [t.id for t in before]
         assert store.select("status == 'completed' and policy == 'default' and id.endswith('1')").tolist() == [
             row for row, t in enumerate(before) if t.status == "completed" and t.id.endswith("1")
         ]

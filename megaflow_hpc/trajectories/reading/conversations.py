@@ -1,0 +1,133 @@
+"""The conversations of a trajectory, from its tree of messages and the links of its calls.
+
+A conversation is a chain of calls, each of which continues from the answer of the one before it. If two calls continue
+from the same answer, or several answers were sampled at once, the first keeps the conversation and the others branch
+off it. A conversation that shares no more than a system prompt with earlier ones starts anew: it is a sub-agent's (then
+it names the call that started it), or the same agent's after a compaction or in a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megaflow_hpc.trajectory import Turn, path_to
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation, from its first message to its last answer."""
+
+    policy: str
+    """The policy that answered its calls, the last one if there are several; empty without a call."""
+    nodes: list[int]
+    """Indices of its messages among those of the trajectory."""
+    messages: list[dict[str, Any]]
+    turns: list[int | None]
+    """Per message, the call that it is the answer of; ``None`` for messages of the agent and where unknown."""
+    parent: int | None = None
+    """Index of the conversation that it branches off, or whose call started it; ``None`` if it starts anew."""
+    shared: int = 0
+    """Number of its first messages that it shares with the conversation that it branches off."""
+    started_by: int | None = None
+    """The call whose tool calls waited for their results when it began: the one that started a sub-agent."""
+
+    @property
+    def calls(self) -> int:
+        """Calls whose answers are in it."""
+        return sum(turn is not None for turn in self.turns)
+
+
+class Call(NamedTuple):
+    """One model call."""
+
+    messages: list[dict[str, Any]]
+    """What was asked: the conversation as it was sent to the engine."""
+    answer: dict[str, Any] | None
+    turn: Turn
+
+
+def conversations(
+    messages: Sequence[dict[str, Any]], parents: Sequence[int], turns: Sequence[Turn]
+) -> list[Conversation]:
+    """Returns the conversations in the order in which they began.
+
+    Args:
+        messages, parents: Of a :class:`~megaflow_hpc.trajectory.Trajectory`.
+        turns: Its calls.
+    """
+    answers = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
+    before = [-1] * len(messages)
+    """Per message, the nearest answer before it."""
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            before[node] = parent if parent in answers else before[parent]
+    ends: list[int] = []
+    of: dict[int, int] = {}
+    """Message → the first conversation that has it."""
+    loose = set(range(len(messages))) - set(parents) - answers.keys()  # the ends of what belongs to no call
+    for node in [*sorted(answers, key=answers.__getitem__), *sorted(loose)]:
+        number = of.get(before[node], -1)
+        if number < 0 or ends[number] != before[node]:
+            number = len(ends)
+            ends.append(node)
+        ends[number] = node
+        while node >= 0 and node not in of:
+            of[node] = number
+            node = parents[node]
+    return [
+        _conversation(number, path_to(parents, end), messages, turns, answers, of) for number, end in enumerate(ends)
+    ]
+
+
+def _conversation(
+    number: int,
+    nodes: list[int],
+    messages: Sequence[dict[str, Any]],
+    turns: Sequence[Turn],
+    answers: Mapping[int, int],
+    of: Mapping[int, int],
+) -> Conversation:
+    calls = [answers.get(node) for node in nodes]
+    own = [turns[call] for call, node in zip(calls, nodes, strict=True) if call is not None and of[node] == number]
+    shared = sum(of[node] != number for node in nodes)
+    parent, started_by = None, None
+    if own and own[0].started_by >= 0:
+        started_by = own[0].started_by
+        parent = of.get(turns[started_by].message)
+    elif shared and messages[nodes[shared - 1]].get("role") not in ("system", "developer"):
+        parent = of[nodes[shared - 1]]
+    return Conversation(
+        policy=own[-1].policy if own else "",
+        nodes=nodes,
+        messages=[messages[node] for node in nodes],
+        turns=calls,
+        parent=parent,
+        shared=0 if parent is None or started_by is not None else shared,
+        started_by=started_by,
+    )
+
+
+def main(found: Sequence[Conversation], policy: str) -> int:
+    """Returns the index of the main conversation: of the policy if it has any, with the most calls, then the longest.
+
+    Of several that are alike, the first.
+    """
+    return max(range(len(found)), key=lambda n: (found[n].policy == policy, found[n].calls, len(found[n].nodes), -n))
+
+
+def heading(number: int, conversation: Conversation) -> str:
+    """Returns a line on a conversation: its number, its calls, and where it comes from."""
+    calls = [call for call in conversation.turns[conversation.shared :] if call is not None]
+    if conversation.started_by is not None:
+        begins = f"started while call {conversation.started_by} waited for its tools"
+    elif conversation.shared:
+        begins = f"branches off conversation {conversation.parent} after [{conversation.shared - 1}]"
+    else:
+        begins = "starts anew" if number else "the first one"
+    if conversation.started_by is not None and conversation.parent is not None:
+        begins += f" in conversation {conversation.parent}"
+    policy = f", policy {conversation.policy}" if conversation.policy else ""
+    count = f"{len(calls)} call{'s' * (len(calls) != 1)}"
+    return f"conversation {number}: {count}{policy}, {begins}"

@@ -1,0 +1,40 @@
+"""What a trajectory takes over of each step: what the gateway recorded, with its links."""
+
+from __future__ import annotations
+
+from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.pod.rollout.agent_run import _add
+from megaflow_hpc.trajectories.reading.conversations import conversations
+from megaflow_hpc.trajectory import Recording, Trajectory
+from megaflow_hpc.types import AgentResult
+
+
+def recording(word: str) -> Recording:
+    """A call with a tool, the sub-agent that it starts, and what follows."""
+    recorder = Recorder("p")
+    call = {"id": "c", "type": "function", "function": {"name": "task", "arguments": "{}"}}
+    asked = [{"role": "user", "content": word}]
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    recorder.add(Sample([1], [2], [-1.0], message=answer), asked)
+    recorder.add(Sample([3], [4], [-1.0], message={"role": "assistant", "content": "sub"}), [{"role": "user"}])
+    asked = [*asked, answer, {"role": "tool", "tool_call_id": "c", "content": "seen"}]
+    recorder.add(Sample([1, 2, 5], [6], [-1.0], message={"role": "assistant", "content": f"{word}!"}), asked)
+    return recorder.finish()
+
+
+def test_an_agents_own_account_counts_only_without_a_call() -> None:
+    invented = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I never said that."}]
+    trajectory = Trajectory("t/p/0", "t", "t/p", "p", "a", "completed")
+    _add(trajectory, AgentResult(messages=invented), recording("one"))
+    _add(trajectory, AgentResult(messages=invented), Recording())
+    _add(trajectory, AgentResult(messages=invented), recording("two"))
+    found = conversations(trajectory.messages, trajectory.parents, trajectory.turns)
+    assert [(c.turns, c.started_by, c.parent) for c in found] == [
+        ([None, 0, None, 2], None, None),
+        ([None, 1], 0, 0),
+        ([None, 3, None, 5], None, None),
+        ([None, 4], 3, 2),
+        ([None, None], None, None),
+    ]
+    assert [c.messages[-1]["content"] for c in found] == ["one!", "sub", "two!", "sub", "I never said that."]
+    assert [trajectory.turns[c.turns[-1]].sequence for c in found[:4] if c.turns[-1] is not None] == [0, 1, 2, 3]
