@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
@@ -15,7 +16,7 @@ from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.connection import Place
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, messages
-from megaflow_hpc.model.gateway.dialects.options import engine_request
+from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
 from megaflow_hpc.model.gateway.engine_call import Refused
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
@@ -31,6 +32,7 @@ from megaflow_hpc.model.gateway.http_messages import (
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.replay import Replay, body_of
+from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class Calls:
         policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
         replays: Policies that are answered from a recorded campaign.
         media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
+        sampling: How a policy's tokens are sampled; neutral for a policy that is not named.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class Calls:
         policies: Sequence[str],
         replays: Mapping[str, Replay],
         media_domains: Mapping[str, Collection[str]],
+        sampling: Mapping[str, Sampling],
     ) -> None:
         self._caller, self._replays, self._media_domains = caller, dict(replays), dict(media_domains)
+        self._sampling = dict(sampling)
         self.policies = frozenset(policies)
         self.tokens = 0
         """Tokens that engines have sampled."""
@@ -95,6 +100,7 @@ class Calls:
             raise self._refusal(rollout)
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         asked = await aside(size, self._asked, rollout, path, dialect.request, body)
+        free = self._is_free(rollout, asked)
         if over := rollout.over_budget():
             rollout.recorder.recording.over_budget = over
             raise CallError(429, over, BUDGET_EXCEEDED)
@@ -103,11 +109,11 @@ class Calls:
         try:
             async with rollout.share.answer() as place:
                 if not body.get("stream"):
-                    reply = await self._answer(rollout, path, asked, size, place)
+                    reply = await self._answer(rollout, path, asked, size, place, free)
                     return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
                 return await stream.send(
                     request,
-                    self._answer(rollout, path, asked, size, place),
+                    self._answer(rollout, path, asked, size, place, free),
                     lambda reply: dialect.events(dialect.answer(reply, body), body),
                     lambda error: dialect.error_event(*error_fields(error)),
                 )
@@ -132,8 +138,22 @@ class Calls:
         except BadRequest as error:
             raise CallError(400, str(error)) from None
 
+    def _is_free(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> bool:
+        """Returns whether the policy chooses the answer's tokens freely; refuses the call if the campaign says so."""
+        policy = self._policy(rollout, asked)
+        sampling = self._sampling.get(policy, Sampling())
+        found = constraints(asked, sampling.settings)
+        if found and sampling.refuse:
+            option, value, own = found[0]
+            raise CallError(
+                400,
+                f"{option}: {orjson.dumps(value).decode():.200}: tokens of policy {policy!r} are trained on, and are "
+                f"sampled with {option} {own}; leave it out (training.constrained of the campaign file)",
+            )
+        return not found
+
     async def _answer(
-        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, place: Place
+        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, place: Place, free: bool
     ) -> protocols.Answer:
         """Returns the engine's answer to a chat or plain request, and records it."""
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
@@ -160,7 +180,7 @@ class Calls:
             raise CallError(401, "the rollout has ended", "authentication_error")
         rollout.servers[policy], rollout.failure = server.name, ""
         for number, sample in enumerate(answer.samples):
-            sample.policy = policy
+            sample.policy, sample.free = policy, free
             times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
             recorder.add(sample, conversation, known, **times)
             self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
@@ -171,7 +191,7 @@ class Calls:
             recorder.add_text(sample, conversation, known, counted=sampled, model_s=model_s, wait_s=wait_s)
             self._caller.limits.charge(total)
             self.tokens += sampled
-        recorder.count(answer.protocol, server.degraded)
+        recorder.count(answer.protocol, server.degraded, free)
         return answer
 
     @staticmethod
@@ -193,7 +213,7 @@ class Calls:
         sample = replace(sample, policy=policy)
         if sample.tokens or sample.prompt:
             rollout.recorder.add(sample, conversation, known)
-            rollout.recorder.count("replay")
+            rollout.recorder.count("replay", free=sample.free)
         else:  # its engine told no tokens
             rollout.recorder.add_text(sample, conversation, known)
             rollout.recorder.count("text")
@@ -208,7 +228,9 @@ class Calls:
         self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T], size: int, place: Place
     ) -> Called[T]:
         try:
-            return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask, size, place)
+            policy = self._policy(rollout, body)
+            sampling = self._sampling.get(policy, Sampling())
+            return await self._caller.call(rollout, policy, path, body, ask, size, place, sampling)
         except Refused as refusal:
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:

@@ -14,6 +14,7 @@ from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
 from megaflow_hpc.model.json_pieces import TooMuch
 from megaflow_hpc.model.json_text import ANSWER, LARGE, decoded, encoded, packed
+from megaflow_hpc.types import Sampling
 
 RETRIED = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
@@ -171,6 +172,8 @@ class Call(NamedTuple):
     """Bytes of the agent's request."""
     place: Place | None = None
     """Awaited before a large answer is taken in."""
+    sampling: Sampling = Sampling()
+    """Of the policy."""
 
     @property
     def chat(self) -> bool:
@@ -189,5 +192,11 @@ class Call(NamedTuple):
         return await post(self.connections, self.server, path, body, self.timeout_s, larger, place, asked)
 
     def asked(self, **changes: Any) -> dict[str, Any]:
-        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""
-        return {**self.body, "model": self.server.model_name, "stream": False, **changes}
+        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``.
+
+        The policy's sampling settings are named wherever the agent names none: engines have defaults of their own, such
+        as those of a model's ``generation_config.json``. Engines that report no tokens may know OpenAI's options alone,
+        and are told what is not neutral.
+        """
+        sampling = self.sampling.unusual if self.server.protocol == "text" else self.sampling.settings
+        return {**sampling, **self.body, "model": self.server.model_name, "stream": False, **changes}

@@ -22,6 +22,7 @@ from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Unav
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.router import Router, Server
+from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
 PAUSE_S = 0.5
@@ -66,6 +67,7 @@ class Caller:
         ask: Ask[T],
         size: int = 0,
         place: Place | None = None,
+        sampling: Sampling | None = None,
     ) -> Called[T]:
         """Makes one call.
 
@@ -77,6 +79,7 @@ class Caller:
             ask: How.
             size: The bytes that the agent's request was.
             place: Awaited before a large answer is taken in.
+            sampling: Of the policy; default neutral.
 
         Raises:
             Refused: The request is at fault, or its answer cannot be recorded.
@@ -85,7 +88,8 @@ class Caller:
         arrived, timeout_s, recorder = time.monotonic(), self.request_timeout_s, rollout.recorder
 
         def at(server: Server) -> Call:
-            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place)
+            of_policy = sampling or Sampling()
+            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place, of_policy)
 
         try:
             async with self.limits.turn():

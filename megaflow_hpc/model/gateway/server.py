@@ -54,7 +54,7 @@ from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.http_server import HttpServer
 from megaflow_hpc.trajectory import Recording
-from megaflow_hpc.types import CallBudget, ModelEndpoint
+from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 
 __all__ = ["SEEDS", "ModelGateway"]
 
@@ -74,6 +74,7 @@ class ModelGateway:
         limits: What this gateway may ask of the engines.
         replays: Policies that are answered from a recorded campaign.
         media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
+        sampling: How a policy's tokens are sampled; neutral for a policy that is not named.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class ModelGateway:
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
         media_domains: Mapping[str, Collection[str]] | None = None,
+        sampling: Mapping[str, Sampling] | None = None,
     ) -> None:
         self.host, self.port = host, 0
         self._caller = Caller(wait_s, request_timeout_s, limits)
-        self._calls = Calls(self._caller, policies, replays or {}, media_domains or {})
+        self._calls = Calls(self._caller, policies, replays or {}, media_domains or {}, sampling or {})
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
         self._server: HttpServer | None = None
