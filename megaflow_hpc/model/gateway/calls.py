@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from aiohttp import web
@@ -15,9 +15,9 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.connection import Place
-from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, messages
+from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
 from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
-from megaflow_hpc.model.gateway.engine_call import Refused
+from megaflow_hpc.model.gateway.engine_call import Refused, choices
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
@@ -30,11 +30,23 @@ from megaflow_hpc.model.gateway.http_messages import (
     send_json,
 )
 from megaflow_hpc.model.gateway.meaning import digest
-from megaflow_hpc.model.gateway.open_rollout import OpenRollout
+from megaflow_hpc.model.gateway.open_rollout import OpenRollout, OverBudget
 from megaflow_hpc.model.gateway.replay import Replay, body_of
 from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
+
+
+class Asked(NamedTuple):
+    """What an agent asked for, as it goes to an engine."""
+
+    request: dict[str, Any]
+    size: int
+    """Bytes that it was."""
+    free: bool
+    """Whether the policy chooses the answer's tokens freely."""
+    limit: int
+    """Tokens of the rollout's budget that each answer may have, where the request names no limit; 0: no limit."""
 
 
 class Calls:
@@ -101,24 +113,40 @@ class Calls:
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         asked = await aside(size, self._asked, rollout, path, dialect.request, body)
         free = self._is_free(rollout, asked)
-        if over := rollout.over_budget():
-            rollout.recorder.recording.over_budget = over
-            raise CallError(429, over, BUDGET_EXCEEDED)
-        rollout.recorder.request_arrived()
-        rollout.in_flight += 1
         try:
-            async with rollout.share.answer() as place:
-                if not body.get("stream"):
-                    reply = await self._answer(rollout, path, asked, size, place, free)
-                    return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
-                return await stream.send(
-                    request,
-                    self._answer(rollout, path, asked, size, place, free),
-                    lambda reply: dialect.events(dialect.answer(reply, body), body),
-                    lambda error: dialect.error_event(*error_fields(error)),
-                )
-        finally:
-            rollout.in_flight -= 1
+            async with rollout.reserved(asked, choices(asked)) as limit:
+                if rollout.suspended:  # while it waited for others
+                    raise self._refusal(rollout)
+                rollout.recorder.request_arrived()
+                rollout.in_flight += 1
+                try:
+                    return await self._respond(rollout, request, dialect, body, path, Asked(asked, size, free, limit))
+                finally:
+                    rollout.in_flight -= 1
+        except OverBudget as error:
+            rollout.recorder.recording.over_budget = str(error)
+            raise CallError(429, str(error), BUDGET_EXCEEDED) from None
+
+    async def _respond(
+        self,
+        rollout: OpenRollout,
+        request: web.BaseRequest,
+        dialect: Dialect,
+        body: dict[str, Any],
+        path: str,
+        asked: Asked,
+    ) -> web.StreamResponse:
+        """Sends the engine's answer to the agent, whole or as a stream."""
+        async with rollout.share.answer() as place:
+            if not body.get("stream"):
+                reply = await self._answer(rollout, path, asked, place)
+                return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
+            return await stream.send(
+                request,
+                self._answer(rollout, path, asked, place),
+                lambda reply: dialect.events(dialect.answer(reply, body), body),
+                lambda error: dialect.error_event(*error_fields(error)),
+            )
 
     async def count(self, rollout: OpenRollout, body: dict[str, Any], size: int) -> web.Response:
         """Counts the tokens of a prompt; nothing is recorded."""
@@ -152,10 +180,9 @@ class Calls:
             )
         return not found
 
-    async def _answer(
-        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, place: Place, free: bool
-    ) -> protocols.Answer:
+    async def _answer(self, rollout: OpenRollout, path: str, call: Asked, place: Place) -> protocols.Answer:
         """Returns the engine's answer to a chat or plain request, and records it."""
+        asked, size, free = call.request, call.size, call.free
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
         if path == CHAT:
             asked["messages"] = await aside(size, recorder.restore, asked["messages"], policy)
@@ -168,7 +195,9 @@ class Calls:
         assert task is not None
         rollout.waiting.add(task)
         try:
-            answer, server, model_s, wait_s = await self._call(rollout, path, asked, protocols.ask, size, place)
+            answer, server, model_s, wait_s = await self._call(
+                rollout, path, asked, protocols.ask, size, place, call.limit
+            )
         except asyncio.CancelledError:
             if not rollout.suspended:
                 raise
@@ -225,12 +254,19 @@ class Calls:
         return model if isinstance(model, str) and model in self.policies else rollout.policy
 
     async def _call(
-        self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T], size: int, place: Place
+        self,
+        rollout: OpenRollout,
+        path: str,
+        body: Mapping[str, Any],
+        ask: Ask[T],
+        size: int,
+        place: Place,
+        limit: int = 0,
     ) -> Called[T]:
         try:
             policy = self._policy(rollout, body)
             sampling = self._sampling.get(policy, Sampling())
-            return await self._caller.call(rollout, policy, path, body, ask, size, place, sampling)
+            return await self._caller.call(rollout, policy, path, body, ask, size, place, sampling, limit)
         except Refused as refusal:
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:

@@ -174,6 +174,8 @@ class Call(NamedTuple):
     """Awaited before a large answer is taken in."""
     sampling: Sampling = Sampling()
     """Of the policy."""
+    limit: int = 0
+    """Tokens that each answer may have, where the body names no limit; 0: no limit."""
 
     @property
     def chat(self) -> bool:
@@ -190,6 +192,19 @@ class Call(NamedTuple):
         place = None if path == RENDER else self.place  # a rendered prompt is as long as the prompt that was let in
         larger, asked = max(self.size, size), multiplied(self.body)
         return await post(self.connections, self.server, path, body, self.timeout_s, larger, place, asked)
+
+    async def complete(self, **changes: Any) -> Reply:
+        """Posts the request itself with ``changes``; raises as :func:`post` does.
+
+        Engines refuse a limit that is larger than the room behind the prompt. Then that room is the smaller limit, and
+        the request goes without one.
+        """
+        if self.limit:
+            try:
+                return await self.post(self.path, self.asked(**changes, max_tokens=self.limit))
+            except Refused:
+                pass
+        return await self.post(self.path, self.asked(**changes))
 
     def asked(self, **changes: Any) -> dict[str, Any]:
         """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``.

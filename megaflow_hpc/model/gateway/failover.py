@@ -68,6 +68,7 @@ class Caller:
         size: int = 0,
         place: Place | None = None,
         sampling: Sampling | None = None,
+        limit: int = 0,
     ) -> Called[T]:
         """Makes one call.
 
@@ -80,6 +81,7 @@ class Caller:
             size: The bytes that the agent's request was.
             place: Awaited before a large answer is taken in.
             sampling: Of the policy; default neutral.
+            limit: Tokens that each answer may have, where the body names no limit; 0: no limit.
 
         Raises:
             Refused: The request is at fault, or its answer cannot be recorded.
@@ -89,7 +91,7 @@ class Caller:
 
         def at(server: Server) -> Call:
             of_policy = sampling or Sampling()
-            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place, of_policy)
+            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place, of_policy, limit)
 
         try:
             async with self.limits.turn():
