@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from megaflow_hpc.model.gateway.dialects.base import BadRequest, expect_list, expect_object, expect_text
+from megaflow_hpc.model.gateway.dialects.schemas import check_progress
 from megaflow_hpc.model.json_text import LARGE, brackets
 from megaflow_hpc.texts import containers_at
 
@@ -186,7 +187,8 @@ def structured_outputs(value: Any, field: str) -> dict[str, Any]:
 
 
 def compiled_schema(value: Any, field: str) -> Mapping[str, Any]:
-    """Passes a JSON schema that an engine may compile to a grammar: bounded in size, depth, counts and expressions."""
+    """Passes a JSON schema that an engine may compile to a grammar: bounded in size, depth, counts,
+    expressions and references."""
     bounded(expect_object(value, field), field, SCHEMA_BYTES)
     rest: list[Any] = [value]
     while rest:
@@ -205,6 +207,7 @@ def compiled_schema(value: Any, field: str) -> Mapping[str, Any]:
                     raise BadRequest(f"{field}: $ref {_shown(given)} leads out of the schema")
                 elif name in _COUNTS and not isinstance(given, Mapping):
                     integer(0, SCHEMA_COUNT)(given, f"{field}: {name}")
+    check_progress(value, field, compiled=True)
     return dict(value)
 
 

@@ -141,9 +141,9 @@ _CONVERTED: Mapping[str, Option] = {
     **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k")},
     "stream": _FLAG,
     "tools": Option(expect_list, becomes="tools"),
-    "chat_template_kwargs": DROPPED,
-    **_refused(_ENGINES, "kv_transfer_params ec_transfer_params cache_salt mm_payload return_mm_kwargs watermarking"),
-    **_refused(_ENGINES, "vllm_xargs priority media_io_kwargs mm_processor_kwargs ignore_eos stop_token_ids"),
+    # vLLM's own, which the APIs themselves do not have.
+    **_all(DROPPED, "kv_transfer_params ec_transfer_params cache_salt mm_payload return_mm_kwargs watermarking"),
+    **_all(DROPPED, "vllm_xargs priority media_io_kwargs mm_processor_kwargs chat_template_kwargs"),
 }
 
 MESSAGES: Mapping[str, Option] = {
@@ -178,7 +178,7 @@ RESPONSES: Mapping[str, Option] = {
     **_all(DROPPED, "include_reasoning request_id session_id skip_special_tokens include_stop_str_in_output"),
     **_all(DROPPED, "reasoning include store metadata service_tier truncation user safety_identifier client_metadata"),
     **_all(DROPPED, "prompt_cache_key prompt_cache_retention stream_options max_tool_calls top_logprobs"),
-    **_all(DROPPED, "context_management enable_response_messages"),
+    **_all(DROPPED, "context_management enable_response_messages ignore_eos stop_token_ids"),
     **_refused(
         "nothing is kept between requests here; send the whole conversation as input",
         "previous_response_id conversation background prompt previous_input_messages",
