@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli.output import training_lines
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
@@ -65,3 +66,25 @@ def test_a_trainer_is_where_its_job_is_and_its_last_word_stays(run: RunDir) -> N
     say_last(run, "default", "done", 0, log)
     done = trainer({})
     assert (done["state"], "cause" in done["last_word"]) == ("done", False)
+
+
+@pytest.mark.parametrize(
+    ("z", "temperature", "warned"),
+    [(39.8, 0.62, True), (-9.0, 1.4, True), (2.0, 0.9, False), (30.0, 0.99, False), (None, None, False)],
+)
+def test_status_warns_of_tokens_that_look_sampled_otherwise(
+    run: RunDir, z: float | None, temperature: float | None, warned: bool
+) -> None:
+    files = TrainingFiles(run, "default")
+    files.create()
+    metrics = {} if z is None or temperature is None else {"sampling_z": z, "sampling_temperature": temperature}
+    for step in (1, 2):
+        files.commit(Commit(step=step, metrics={"reward": 0.5, "seconds": 1.0, **metrics}))
+    status = Monitor(run).status()
+    found = status["training"]["default"]
+    assert (found["sampling_z"], found["sampling_temperature"]) == (z, temperature)
+    lines = [line for line in training_lines(status) if "look sampled at" in line]
+    assert len(lines) == len(found["warnings"]) == warned
+    if warned and z:
+        assert f"{temperature} times the temperature" in lines[0]
+        assert f"(z {z:.0f})" in lines[0]

@@ -297,8 +297,10 @@ print(json.dumps(scores[where].tolist()))
 
 @pytest.mark.parametrize("protocol", ["split", "plain"])
 def test_engine_and_trainer_agree_at_another_temperature(
-    vllm: Servers, tiny_model: Path, tmp_path: Path, protocol: str
+    vllm: Servers, tiny_model: Path, tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the trainer's torch leaves files, which are not the engine's
+
     async def sampled() -> TokenSequence:
         own = Sampling({**NEUTRAL, "temperature": 0.4})
         async with ModelGateway(wait_s=60, sampling={"default": own}) as gateway:
