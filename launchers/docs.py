@@ -2,8 +2,8 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md of docs/reference and the man page in share/man, or with
-``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into
+``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md of docs/reference and the man page
+in share/man, or with ``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into
 DIRECTORY, build/site by default, and fails at a broken link.
 """
 
@@ -51,12 +51,12 @@ that submitted them.
 OPTIONS = """\
 # Options of a model call
 
-What becomes of every option that an agent may send, by API, and whether the sampled tokens are the policy's free choice.
-Options that are in no table are left out. A value of null counts as not given.
+What becomes of every option that an agent may send, by API, and whether the sampled tokens are the policy's free
+choice. Options that are in no table are left out. A value of null counts as not given.
 
-Tokens get `loss_mask` 1 if the call was free: sampled under the policy's own `sampling` settings (`model.sampling` of the
-campaign file), with nothing that constrained the answer. Otherwise they get 0, and keep their `logprob`. The gateway sends
-the policy's settings for every sampling option that a call does not name. In a training campaign with
+Tokens get `loss_mask` 1 if the call was free: sampled under the policy's own `sampling` settings (`model.sampling` of
+the campaign file), with nothing that constrained the answer. Otherwise they get 0, and keep their `logprob`. The gateway
+sends the policy's settings for every sampling option that a call does not name. In a training campaign with
 `constrained: refuse`, calls that are not free get error 400.
 
 """
@@ -104,7 +104,14 @@ def options() -> Iterator[str]:
     from megaflow_hpc.model.gateway.dialects import options as tables
 
     for path, (name, what) in APIS.items():
-        yield from (f"## `{path}`", "", what, "", "| option | what becomes of it | `loss_mask` |", "| --- | --- | --- |")
+        yield from (
+            f"## `{path}`",
+            "",
+            what,
+            "",
+            "| option | what becomes of it | `loss_mask` |",
+            "| --- | --- | --- |",
+        )
         rows: dict[tuple[str, str], list[str]] = {}
         for option, entry in sorted(getattr(tables, name).items()):
             constrains = (tables.CHAT[entry.becomes] if entry.becomes else entry).constrains

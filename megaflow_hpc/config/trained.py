@@ -101,8 +101,10 @@ def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
         value = getattr(sampling, name)
         if value == neutral or (name == "temperature" and value):
             continue
-        why = "the likeliest token has no probability to learn from" if name == "temperature" else (
-            f"loss {loss} takes the probabilities of the whole distribution"
+        why = (
+            "the likeliest token has no probability to learn from"
+            if name == "temperature"
+            else (f"loss {loss} takes the probabilities of the whole distribution")
         )
         raise ValueError(f"{where}.{name} {value:g}: {why}; leave it out (a trained policy may have a temperature)")
 

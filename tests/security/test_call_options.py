@@ -22,8 +22,7 @@ from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, checks, content, options
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, MESSAGES, RESPONSES, engine_request
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import ModelEndpoint
-from megaflow_hpc.types import NEUTRAL
+from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
 from tests.support.serving import in_loop
 

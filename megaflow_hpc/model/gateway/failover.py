@@ -91,7 +91,9 @@ class Caller:
 
         def at(server: Server) -> Call:
             of_policy = sampling or Sampling()
-            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place, of_policy, limit)
+            return Call(
+                self._connections, server, path, body, timeout_s, recorder, policy, size, place, of_policy, limit
+            )
 
         try:
             async with self.limits.turn():

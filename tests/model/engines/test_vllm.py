@@ -265,7 +265,9 @@ def test_text_that_an_agent_forces_upon_the_engine_is_never_trained_on(vllm: Ser
         forced: list[str] = []
         async with rollout(vllm, protocol) as (gateway, model):
             for path, body in FORGERIES:
-                asked = {"/completions": {"prompt": "x"}, "/responses": {"input": "x"}}.get(path, {"messages": messages})
+                asked = {"/completions": {"prompt": "x"}, "/responses": {"input": "x"}}.get(
+                    path, {"messages": messages}
+                )
                 limit = {} if path == "/responses" or "max_tokens" in body else {"max_tokens": 100}
                 forced.append(json.dumps(await post(model, {**asked, **limit, **body}, path)))
             await post(model, {"messages": messages, "max_tokens": 8})

@@ -131,7 +131,8 @@ def test_many_references_are_followed_once() -> None:
 
 COMPILE = """
 import json, sys, xgrammar
-words = xgrammar.TokenizerInfo([bytes([n]) for n in range(256)] + [b"</s>"], xgrammar.VocabType.RAW, stop_token_ids=[256])
+names = [bytes([n]) for n in range(256)] + [b"</s>"]
+words = xgrammar.TokenizerInfo(names, xgrammar.VocabType.RAW, stop_token_ids=[256])
 compiler = xgrammar.GrammarCompiler(words)
 allowed = []
 for schema in json.loads(sys.argv[1]):

@@ -54,7 +54,7 @@ class Option:
     harmless: Any = False
     """The value that is left out instead, as is every empty one: clients send defaults."""
     constrains: str = ""
-    """When a call with it is constrained, so that its tokens get loss mask 0; empty: never. Why is in :data:`CAUSES`."""
+    """When a call with it is constrained, so that its tokens get loss mask 0; empty: never."""
     becomes: str = ""
     """The option of a chat request that it is converted to, if that has another name."""
 

@@ -1,8 +1,8 @@
 """References of a JSON schema: what makes no progress keeps an engine from ever choosing a token.
 
-``{"$ref": "#"}`` is satisfied by whatever satisfies it. Engines compile it to a grammar that allows no token at all, and
-answer 500. The same holds for longer circles, through ``allOf``, ``anyOf`` and all else that applies a schema to the
-same value. A circle through ``properties`` or ``items`` describes a part of the value, and is fine.
+``{"$ref": "#"}`` is satisfied by whatever satisfies it. Engines compile it to a grammar that allows no token at all,
+and answer 500. The same holds for longer circles, through ``allOf``, ``anyOf`` and all else that applies a schema to
+the same value. A circle through ``properties`` or ``items`` describes a part of the value, and is fine.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: boo
     found: Any = schema
     if isinstance(reference, Mapping):
         return reference  # a property of that name
-    steps = reference.split("/") if isinstance(reference, str) else [None]
+    start, *steps = str(reference).split("/")
     try:
-        for step in steps[1:]:
+        for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
             found = found[int(name)] if isinstance(found, list) else found[name]
-        if steps[0] == "#" and isinstance(found, Mapping | bool):
+        if start == "#" and isinstance(found, Mapping | bool):
             return found
     except (KeyError, ValueError, IndexError, TypeError):
         pass
