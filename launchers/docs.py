@@ -3,8 +3,8 @@
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
 ``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md of docs/reference and the man page
-in share/man, or with ``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into
-DIRECTORY, build/site by default, and fails at a broken link.
+in share/man, or with ``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install
+'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a broken link.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ What becomes of every option that an agent may send, by API, and whether the sam
 choice. Options that are in no table are left out. A value of null counts as not given.
 
 Tokens get `loss_mask` 1 if the call was free: sampled under the policy's own `sampling` settings (`model.sampling` of
-the campaign file), with nothing that constrained the answer. Otherwise they get 0, and keep their `logprob`. The gateway
-sends the policy's settings for every sampling option that a call does not name. In a training campaign with
+the campaign file), with nothing that constrained the answer. Otherwise they get 0, and keep their `logprob`. The
+gateway sends the policy's settings for every sampling option that a call does not name. In a training campaign with
 `constrained: refuse`, calls that are not free get error 400.
 
 """

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.resources import docs
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
+NOTHING_SAMPLED = "nothing sampled"
+"""Why a step dropped a rollout without a token to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
 SUSPICIOUS_Z = 6.0
 """Size of ``sampling_z``, in the mean of the last steps, above which a policy's sampling is doubted."""
 SUSPICIOUS_SHARE = 0.03
@@ -71,7 +74,7 @@ class Trainings:
             "weights": newest.weights,
             "last": last,
             **means,
-            "warnings": list(_sampling_warning(means)),
+            "warnings": [*_sampling_warning(means), *_nothing_warning(commits)],
             "trainer": self._trainer(view, newest, jobs),
         }
 
@@ -111,6 +114,16 @@ def _sampling_warning(means: Mapping[str, float | None]) -> Iterator[str]:
         yield (
             f"tokens look sampled at {seen:.2g} times the temperature that they are trained at (z {z:.0f}): the engine "
             "samples otherwise than it reports; compare its options with the policy's sampling"
+        )
+
+
+def _nothing_warning(commits: list[Commit]) -> Iterator[str]:
+    dropped = sum(commit.metrics.get(f"dropped/{NOTHING_SAMPLED}", 0.0) for commit in commits)
+    if dropped > sum(commit.metrics.get("rollouts", 0.0) for commit in commits):
+        yield (
+            f"{dropped:.0f} rollouts of the last {len(commits)} steps had no token that the policy sampled freely, and "
+            "are not trained on: the agent asks for other sampling than the policy's, or constrains its answers "
+            f"({docs('reference/request-options.md')})"
         )
 
 
