@@ -12,6 +12,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.gateway.dialects.options import CAUSES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
@@ -59,6 +60,8 @@ CONSTRAINED: list[tuple[str, dict[str, Any]]] = [
     ("/responses", {"top_k": 5}),
     ("/responses", {"min_p": 0.5}),
     ("/responses", {"presence_penalty": 1}),
+    ("/responses", {"frequency_penalty": 1}),
+    ("/responses", {"repetition_penalty": 1.1}),
     ("/responses", {"logit_bias": {"65": 100}}),
     ("/responses", {"structured_outputs": {"choice": [FORGED]}}),
     ("/responses", {"text": {"format": {"type": "json_object"}}}),
@@ -93,6 +96,14 @@ ASKED: Mapping[str, dict[str, Any]] = {
 }
 
 
+TABLES = {
+    "/chat/completions": CHAT,
+    "/completions": COMPLETIONS,
+    "/messages": MESSAGES,
+    "/responses": RESPONSES,
+}
+
+
 class Engine(SplitEngine):
     """Keeps the requests that it was sent."""
 
@@ -124,6 +135,16 @@ async def served(
 
 async def ask(model: ModelEndpoint, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
     return await call(model, {"model": "m", **ASKED[path], **body}, path)
+
+
+def test_every_option_that_constrains_is_tried_here_in_every_api_that_has_it() -> None:
+    for path, table in TABLES.items():
+        constrains = {
+            name for name, option in table.items() if (CHAT[option.becomes] if option.becomes else option).constrains
+        }
+        assert constrains - {name for tried, body in CONSTRAINED if tried == path for name in body} == set(), path
+        known = {*NEUTRAL, *CAUSES}
+        assert {name for name, option in table.items() if option.constrains and not option.becomes} <= known
 
 
 def sampled(recording: Recording) -> tuple[list[int], list[float]]:
