@@ -23,7 +23,6 @@ from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_delta import put_together
 from megaflow_hpc.rundir.weight_source import DELTA
 from megaflow_hpc.rundir.weights import current, ordinals, versions
-from megaflow_hpc.training.bridges.prime_rl import _micro_batch
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.pace import ADDED, REFILLED
@@ -661,6 +660,3 @@ def test_trainers_are_told_the_temperature_at_which_the_policy_samples(tmp_path:
         flow = watched(run, Pods(run, alternating))
         step = next(flow.steps())
         assert flow.temperature == step.temperature == temperature
-        assert set(_micro_batch(next(step.minibatch().microbatches(10**6)), "x", step.temperature).temperatures) == {
-            temperature
-        }
