@@ -57,6 +57,10 @@ FINE: list[dict[str, Any]] = [
         },
     },
 ]
+PATTERNS = (
+    *("(", "[", "*", "\\", "a{2,1}", "[]", r"(a)\1", r"\p{L}", "(?=a)b", "(?<!a)b"),
+    *(r"[^\s\S]", r"[^\w\W]x|[^\d\D]", r"a[^_\D.\d]+"),
+)
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
@@ -118,6 +122,32 @@ def test_a_tool_that_is_only_offered_may_name_what_is_elsewhere() -> None:
 @pytest.mark.parametrize("schema", FINE, ids=lambda schema: json.dumps(schema)[:60])
 def test_schemas_that_describe_something_pass(schema: dict[str, Any]) -> None:
     for path, body in [*requests(schema), *requests(schema, forced=False)]:
+        converted(path, body)
+
+
+UNANSWERABLE: list[dict[str, Any]] = [
+    *({"type": "string", "pattern": pattern} for pattern in PATTERNS),
+    *({"type": "object", "patternProperties": {pattern: {}}} for pattern in PATTERNS),
+    {"type": "number", "multipleOf": -1},
+    {"type": "integer", "multipleOf": 0},
+    {"type": "array", "items": {"enum": []}},
+]
+
+
+@pytest.mark.parametrize("schema", UNANSWERABLE, ids=lambda schema: json.dumps(schema)[:60])
+def test_what_a_real_vllm_answers_with_500_is_refused(schema: dict[str, Any]) -> None:
+    """Each was tried: a grammar that allows nothing, or an expression at which its compiler fails."""
+    for path, body in requests(schema):
+        with pytest.raises(BadRequest, match=r"expression|allows no value|above 0"):
+            converted(path, body)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["", "^a$", "(?:a|b)*", "(?P<n>a)", "(?<n>a)", r"\\[\\]", r"\[]", r"[^\s]", r"\d{3}-\w+", "[^]a]", r"a\/b"],
+)
+def test_ordinary_expressions_pass(pattern: str) -> None:
+    for path, body in requests({"type": "object", "patternProperties": {pattern: {"type": "string"}}}):
         converted(path, body)
 
 
