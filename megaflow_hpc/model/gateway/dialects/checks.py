@@ -33,10 +33,9 @@ ARGUMENTS_LENGTH, ARGUMENTS_BRACKETS, ARGUMENTS_VALUES = 2**22, 10_000, 100_000
 """Of a tool call's arguments: characters, objects and lists, and values."""
 _UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 """Looking around, and back at groups."""
-_NOTHING = re.compile(
-    "|".join(rf"\[\^[^\]]*\\{a}[^\]]*\\{b}" for one in ("sS", "dD", "wW") for a, b in (one, one[::-1]))
-    + r"|(?<!\\)\[\]"
-)
+_KINDS = (r"\s", r"\S"), (r"\d", r"\D"), (r"\w", r"\W")
+_EXCLUDED = [rf"\[\^[^\]]*\{a}[^\]]*\{b}" for one in _KINDS for a, b in (one, one[::-1])]
+_NOTHING = re.compile("|".join([*_EXCLUDED, r"(?<!\\)\[\]"]))
 """Classes that exclude a kind of character and all others, and empty ones."""
 _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
