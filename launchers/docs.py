@@ -2,9 +2,9 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md and variables.md of docs/reference and the man page in share/man, or with
-``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into
-DIRECTORY, build/site by default, and fails at a broken link.
+``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md of docs/reference and the man page
+in share/man, or with ``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install
+'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a broken link.
 """
 
 from __future__ import annotations
@@ -48,6 +48,27 @@ that submitted them.
 
 """
 
+OPTIONS = """\
+# Options of a model call
+
+What becomes of every option that an agent may send, by API, and whether the sampled tokens are the policy's free
+choice. Options that are in no table are left out. A value of null counts as not given.
+
+Tokens get `loss_mask` 1 if the call was free: sampled under the policy's own `sampling` settings (`model.sampling` of
+the campaign file), with nothing that constrained the answer. Otherwise they get 0, and keep their `logprob`. The
+gateway sends the policy's settings for every sampling option that a call does not name. In a training campaign with
+`constrained: refuse`, calls that are not free get error 400.
+
+"""
+
+APIS = {
+    "/v1/chat/completions": ("CHAT", "OpenAI's chat completions. The other APIs become such a request."),
+    "/v1/completions": ("COMPLETIONS", "OpenAI's completions of a prompt."),
+    "/v1/messages": ("MESSAGES", "Anthropic's messages, and `/v1/messages/count_tokens`."),
+    "/v1/responses": ("RESPONSES", "OpenAI's responses."),
+}
+"""Path → the table of its options, and what it is."""
+
 
 def main() -> int:
     what, *rest = sys.argv[1:] or ["--help"]
@@ -73,8 +94,38 @@ def pages() -> Iterator[tuple[Path, str]]:
 
     yield ROOT / "docs/reference/campaign-file.md", CAMPAIGN + reference.markdown()
     yield ROOT / "docs/reference/commands.md", COMMANDS + "\n".join(commands())
+    yield ROOT / "docs/reference/request-options.md", OPTIONS + "\n".join(options())
     yield ROOT / "docs/reference/variables.md", VARIABLES + variables.markdown()
     yield ROOT / "share/man/man1/megaflow-hpc.1", manpage.page()
+
+
+def options() -> Iterator[str]:
+    """Yields the lines of the page of all options of model calls."""
+    from megaflow_hpc.model.gateway.dialects import options as tables
+
+    for path, (name, what) in APIS.items():
+        yield from (
+            f"## `{path}`",
+            "",
+            what,
+            "",
+            "| option | what becomes of it | `loss_mask` |",
+            "| --- | --- | --- |",
+        )
+        rows: dict[tuple[str, str], list[str]] = {}
+        for option, entry in sorted(getattr(tables, name).items()):
+            constrains = (tables.CHAT[entry.becomes] if entry.becomes else entry).constrains
+            if entry.refused:
+                fate = f"error 400 unless it is empty: {entry.refused}"
+            elif not entry.passed:
+                fate = "left out"
+            else:
+                fate = f"becomes `{entry.becomes}`" if entry.becomes not in ("", option) else "passed on"
+            mask = ("0" if constrains == "always" else f"0 if {constrains}") if constrains else "1"
+            rows.setdefault((fate, "no call" if entry.refused else mask), []).append(f"`{option}`")
+        order = sorted(rows, key=lambda row: (row[1] == "no call", row[0] == "left out", row[1] == "1", row))
+        yield from (f"| {' '.join(rows[row])} | {row[0]} | {row[1]} |" for row in order)
+        yield ""
 
 
 def commands() -> Iterator[str]:

@@ -24,7 +24,7 @@ class TokenSequence:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN where not sampled."""
     loss_mask: array[int] = field(default_factory=lambda: array("B"))
-    """1 exactly where sampled."""
+    """1 exactly where the policy sampled freely, under its own sampling settings."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """-1 where not sampled."""
 
@@ -95,6 +95,9 @@ class Recording:
     that ``asked``, and the answer's ``text`` if it is no message."""
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
+    constrained: int = 0
+    """Calls whose tokens have loss mask 0, since options of the request differed from the policy's sampling settings
+    or constrained the answer."""
     inexact: int = 0
     """Calls that were recorded with less than their engine was meant to give: plainly instead of split, text alone."""
     protocols: dict[str, int] = field(default_factory=dict)
@@ -141,6 +144,8 @@ class Trajectory:
     """The most memory that one of its sandboxes was seen to hold, in MB (10^6 bytes)."""
     disk_peak_mb: float | None = None
     """The most that one of its sandboxes was measured to have written, in MB."""
+    constrained: int = 0
+    """Model calls whose tokens have loss mask 0, since the policy did not choose them freely."""
     inexact: int = 0
     """Model calls of which not every token is known, since the engine lacks what that takes."""
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -295,5 +295,33 @@ class CallBudget:
     """What a rollout may ask of its models; ``None`` is unlimited."""
 
     calls: int | None = None
+    """Answers: a call with ``n`` counts ``n`` times."""
     tokens: int | None = None
-    """Sampled tokens after which no further call is answered."""
+    """Sampled tokens, those of calls in progress included."""
+
+
+NEUTRAL: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling setting → the value with which tokens are sampled from the model's own distribution."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings with which a policy's tokens are sampled, and what becomes of calls that differ from them."""
+
+    settings: Mapping[str, float] = field(default_factory=lambda: dict(NEUTRAL))
+    """All of :data:`NEUTRAL`'s names."""
+    refuse: bool = False
+    """Refuse constrained calls; otherwise they are answered, and their tokens get loss mask 0."""
+
+    @property
+    def unusual(self) -> dict[str, float]:
+        """The settings that are not neutral."""
+        return {name: value for name, value in self.settings.items() if value != NEUTRAL[name]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -118,7 +119,7 @@ class Steps:
 def _told(metrics: Mapping[str, float]) -> str:
     names = ("staleness", "entropy", "mismatch", "seconds", "seconds/wait")
     more = "  ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
-    return f"step {metrics['step']:3.0f}  reward {metrics['reward']:.3f}  {more}"
+    return f"step {metrics['step']:3.0f}  reward {metrics.get('reward', math.nan):.3f}  {more}"
 
 
 def main() -> int:

@@ -22,12 +22,11 @@ class OneCommand:
     """
 
     def __init__(self, max_tokens: int = 24) -> None:
-        # The whole distribution of the model: a ratio of probabilities means nothing where a part was cut off.
-        self._sampling = {"max_tokens": max_tokens, "temperature": 1.0}
+        self._max_tokens = max_tokens
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:
         question = {"role": "user", "content": task.instruction}
-        choice = ask(model, {"model": model.model_name, "messages": [question], **self._sampling})
+        choice = ask(model, {"model": model.model_name, "messages": [question], "max_tokens": self._max_tokens})
         command = choice["message"]["content"] or ""
         messages = [question, {"role": "assistant", "content": command}]
         if choice["finish_reason"] == "length":  # not a command yet

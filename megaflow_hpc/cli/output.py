@@ -127,6 +127,12 @@ def summary(result: dict[str, Any]) -> str:
         for name, row in result["policies"].items()
         if row.get("inexact")
     ]
+    notes += [
+        f"{name}: {row['constrained']} model calls constrained their tokens or asked for other sampling than the "
+        f"policy's; they have loss mask 0 ({docs('reference/request-options.md')})"
+        for name, row in result["policies"].items()
+        if row.get("constrained")
+    ]
     return "\n".join([table(head, rows), *notes])
 
 
@@ -201,6 +207,7 @@ def training_lines(status: Mapping[str, Any]) -> list[str]:
         said = [f"{policy}: step {found['step']} of {found['steps']}, weights {found['weights']}"]
         said += [f"{words} {_figure(name, found[name])}" for name, words in FIGURES if found[name] is not None]
         lines.append(", ".join(said))
+        lines += [f"{policy}: {warning}" for warning in found["warnings"]]
         trainer = found["trainer"]
         where = f" on {trainer['node']}" if trainer["state"] == "running" and trainer["node"] else ""
         job = f" (job {trainer['job_id']})" if trainer["job_id"] else ""

@@ -46,6 +46,38 @@ class WeightsConfig(Section):
     for a policy that is trained, more with over 50 servers, 100 looks a second in all; else 5."""
 
 
+class SamplingConfig(Section):
+    """How a policy's tokens are sampled: sent with every call that does not say otherwise. Calls that say otherwise are
+    stored with loss mask 0."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Divisor of the logits; 0 takes the likeliest token. Default: 1."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Probability mass of the likeliest tokens that are sampled from. Default: 1, all."""
+    top_k: int = Field(-1, ge=-1)
+    """Number of likeliest tokens that are sampled from. Default: -1, all, as is 0."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Smallest probability, relative to the likeliest token's. Default: 0."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Subtracted from the logits of tokens that were sampled already. Default: 0."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """Subtracted for each time a token was sampled already. Default: 0."""
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    """Divisor of the logits of tokens in the prompt or answer so far. Default: 1."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _engines_can(cls, value: float) -> float:
+        if 0 < value < 0.01:
+            raise ValueError(f"{value}: engines raise it to 0.01; write 0.01, or 0 for the likeliest token")
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_words(cls, value: int) -> int:
+        return value or -1
+
+
 ALSO = (
     *("engine", "path", "servers", "gpus", "nodes", "args", "python", "image", "binds"),
     *("base_url", "name", "api_key_file", "script", "weight"),
@@ -70,6 +102,8 @@ class ModelConfig(Section):
     """Nodes of each server; used for pipeline parallelism (``vllm`` only). Default: 1."""
     weights: WeightsConfig = WeightsConfig()
     """How published weights are loaded."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are sampled. Default: from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without the dashes."""
     thoughts: Literal["template", "keep"] = "template"

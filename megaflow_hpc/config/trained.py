@@ -1,11 +1,12 @@
 """What training asks of the models and agents of its policies.
 
-A loss takes ratios of probabilities, and what an engine records is the probability under the model itself: with another
-temperature, or with top-p, top-k or a penalty, tokens are sampled from another distribution, and every ratio is wrong.
-Engines read such options from three places: what an agent sends with its calls (its ``args``), the engine's own options
-(the model's ``args``) and, where nobody says otherwise, the model's ``generation_config.json`` (vLLM:
-``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``). The first two are
-checked; the third is switched off for a trained policy by :func:`trained_model`.
+A loss takes ratios of probabilities under the model's logits, divided by the temperature of the policy's ``sampling``:
+with top-p, top-k or a penalty, tokens are sampled from another distribution, and every ratio is wrong. So a trained
+policy may have a temperature and nothing else. Engines read sampling options from three places: an agent's calls, the
+engine's own options (the model's ``args``) and, unless told otherwise, the model's ``generation_config.json`` (vLLM:
+``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``). The first are seen
+by the gateway, and checked here as far as the agent's ``args`` show them; the second are checked here; the third are
+switched off for a trained policy by :func:`trained_model`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaflow_hpc.config.model import ModelConfig
+from megaflow_hpc.config.model import ModelConfig, SamplingConfig
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
-
-NEUTRAL: dict[str, tuple[float, ...]] = {
-    "temperature": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-}
-"""Sampling option → values with which tokens are sampled from the model's own distribution."""
+from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
 """Engine → the option, and its value, by which sampling is neutral unless a call says otherwise."""
@@ -90,6 +81,7 @@ def check_trained(
                 f"training.publish.delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
                 "and deltas are put together on one node's disk; leave delta out"
             )
+        _check_sampling(f"{where}.sampling", model.sampling, config.loss.kind)
         samples = training.batch.samples or samples
         if samples == 1:
             raise ValueError(
@@ -98,20 +90,35 @@ def check_trained(
             )
         for at, found in (("agent.args", agent.args), (f"{where}.args", model.args), (f"{where}.also", model.also)):
             for option, value in _sampling(found):
-                _check_option(f"{at}.{option}", option.rpartition(".")[2].replace("-", "_"), value, config.loss.kind)
+                name = option.rpartition(".")[2].replace("-", "_")
+                _check_option(f"{at}.{option}", name, value, model.sampling, f"{where}.sampling.{name}")
         for kind in ({"engine": model.engine, "args": model.args}, *model.also):
             _check_defaults(where, str(kind.get("engine", model.engine)), kind.get("args") or {})
 
 
-def _check_option(where: str, option: str, value: Any, loss: str) -> None:
+def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
+    for name, neutral in NEUTRAL.items():
+        value = getattr(sampling, name)
+        if value == neutral or (name == "temperature" and value):
+            continue
+        why = (
+            "the likeliest token has no probability to learn from"
+            if name == "temperature"
+            else (f"loss {loss} takes the probabilities of the whole distribution")
+        )
+        raise ValueError(f"{where}.{name} {value:g}: {why}; leave it out (a trained policy may have a temperature)")
+
+
+def _check_option(where: str, option: str, value: Any, sampling: SamplingConfig, key: str) -> None:
     if value is None or (option == "logit_bias" and not value):
         return
-    allowed = NEUTRAL.get(option, ())
-    if not any(isinstance(value, int | float) and value == good for good in allowed):
-        remedy = f"leave it out, or write {allowed[0]}" if allowed else "leave it out"
+    if option == "logit_bias":
+        raise ValueError(f"{where}: tokens of a trained policy are its own choice; leave it out")
+    own = getattr(sampling, option)
+    if not isinstance(value, int | float) or (-1 if option == "top_k" and value == 0 else value) != own:
         raise ValueError(
-            f"{where} {value!r}: a trained policy is sampled from its own distribution, else loss {loss} has "
-            f"probabilities that it was not sampled with; {remedy}"
+            f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}); tokens sampled otherwise are not "
+            "trained on; leave it out"
         )
 
 

@@ -34,6 +34,7 @@ class Outcomes:
         """Policy → status → rollouts that ended well and are not in :attr:`_kept`."""
         self._inexact: Counter[str] = Counter()
         """Of these: policy → turns."""
+        self._constrained: Counter[str] = Counter()
         self._recent: Counter[int] = Counter()
         """Second → rollouts that were stored then, of the last minutes."""
         self._ended: list[str] = []
@@ -49,6 +50,7 @@ class Outcomes:
         policy = policy_of(event.id)
         self._well.setdefault(policy, Counter())[event.status] += 1
         self._inexact[policy] += event.inexact
+        self._constrained[policy] += event.constrained
         self._latest.append(event)
         self._ended.append(event.id)
 
@@ -57,6 +59,7 @@ class Outcomes:
         for policy, statuses in told.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(told.inexact)
+        self._constrained.update(told.constrained)
         self._recent.update(told.recent)
         self._digests.append(told.digests)
         for ended in told.ended_badly:
@@ -93,7 +96,7 @@ class Outcomes:
         self._latest.clear()
         for rollout in stored:
             if before := known.get(rollout.id):
-                rollout.inexact, rollout.t = before.inexact, before.t
+                rollout.inexact, rollout.constrained, rollout.t = before.inexact, before.constrained, before.t
             self._kept[rollout.id] = rollout
 
     @property
@@ -126,13 +129,15 @@ class Outcomes:
         Of those that are listed: to be asked where all are.
         """
         rows: dict[str, dict[str, Any]] = {}
+        known = {"inexact": self._inexact, "constrained": self._constrained}
         for rollout_id, event in self._kept.items():
             name, policy, _ = rollout_id.rsplit("/", 2)
             task, _ = without_round(name)
             start = {"rollouts": 0, "statuses": Counter[str](), "rewards": {}, "turns": 0, "seconds": 0.0}
-            row = rows.setdefault(policy, {**start, "inexact": self._inexact[policy]})
+            row = rows.setdefault(policy, {**start, **{name: counts[policy] for name, counts in known.items()}})
             row["rewards"].setdefault(task, []).append(event.reward)
             row["inexact"] += event.inexact
+            row["constrained"] += event.constrained
             row["rollouts"] += 1
             row["statuses"][event.status] += 1
             row["turns"] += event.turns

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.resources import docs
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
+NOTHING_SAMPLED = "nothing sampled"
+"""Why a step dropped a rollout without a token to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
+SUSPICIOUS_Z = 6.0
+"""Size of ``sampling_z``, in the mean of the last steps, above which a policy's sampling is doubted."""
+SUSPICIOUS_SHARE = 0.03
+"""Relative difference of ``sampling_temperature`` below which it is not: much data shows what does not matter."""
 STEPS = 5
 """The last steps that are shown; their means stand for how it goes now."""
 SHOWN = {
@@ -20,6 +27,8 @@ SHOWN = {
     "entropy": "entropy",
     "clipped": "clipped",
     "mismatch": "mismatch",
+    "sampling_z": "sampling_z",
+    "sampling_temperature": "sampling_temperature",
     "tokens_per_s": "tokens_per_s",
     "seconds": "seconds",
     "seconds/wait": "wait_s",
@@ -58,12 +67,14 @@ class Trainings:
         commits = view.commits(STEPS)
         newest = commits[-1] if commits else Commit(step=0)
         last = [{"step": commit.step, "at": round(commit.at, 3), **_told(commit)} for commit in commits]
+        means = _means(last)
         return {
             "step": newest.step,
             "steps": self._config.steps,
             "weights": newest.weights,
             "last": last,
-            **_means(last),
+            **means,
+            "warnings": [*_sampling_warning(means), *_nothing_warning(commits)],
             "trainer": self._trainer(view, newest, jobs),
         }
 
@@ -95,6 +106,25 @@ class Trainings:
             if word.word != "done":
                 found["last_word"]["cause"] = word.cause
         return found
+
+
+def _sampling_warning(means: Mapping[str, float | None]) -> Iterator[str]:
+    z, seen = means["sampling_z"], means["sampling_temperature"]
+    if z is not None and seen is not None and abs(z) > SUSPICIOUS_Z and abs(seen - 1) > SUSPICIOUS_SHARE:
+        yield (
+            f"tokens look sampled at {seen:.2g} times the temperature that they are trained at (z {z:.0f}): the engine "
+            "samples otherwise than it reports; compare its options with the policy's sampling"
+        )
+
+
+def _nothing_warning(commits: list[Commit]) -> Iterator[str]:
+    dropped = sum(commit.metrics.get(f"dropped/{NOTHING_SAMPLED}", 0.0) for commit in commits)
+    if dropped > sum(commit.metrics.get("rollouts", 0.0) for commit in commits):
+        yield (
+            f"{dropped:.0f} rollouts of the last {len(commits)} steps had no token that the policy sampled freely, and "
+            "are not trained on: the agent asks for other sampling than the policy's, or constrains its answers "
+            f"({docs('reference/request-options.md')})"
+        )
 
 
 def _told(commit: Commit) -> dict[str, float]:

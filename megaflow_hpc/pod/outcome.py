@@ -32,6 +32,7 @@ class Outcome:
     reward: float | None
     turns: int
     inexact: int
+    constrained: int
     started_at: float
     finished_at: float
     cause: str
@@ -87,6 +88,7 @@ class Outcome:
             seconds=round(self.seconds, 2),
             turns=self.turns,
             inexact=self.inexact,
+            constrained=self.constrained,
             cpu_s=rounded(self.cpu_s, 2),
             memory_peak_mb=rounded(self.memory_peak_mb, 1),
             disk_peak_mb=rounded(self.disk_peak_mb, 1),

@@ -31,9 +31,9 @@ class MicroBatch:
     offsets: NDArray[np.int64]
     """(S+1), where each sequence begins."""
     mask: NDArray[np.uint8]
-    """(T), 1 where a token was sampled and counts."""
+    """(T), 1 where the policy sampled a token freely, and it counts."""
     logprobs: NDArray[np.float32]
-    """(T), the engine's; 0 where nothing was sampled."""
+    """(T), the engine's; 0 where the mask is 0."""
     versions: NDArray[np.int32]
     """(T), ordinals of the versions that sampled; -1 where nothing was."""
     advantages: NDArray[np.float32]
@@ -149,7 +149,7 @@ class Minibatch:
         mask = _joined([np.frombuffer(s.loss_mask, np.uint8) for s in sequences], np.uint8)
         logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
         versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
-        for number in np.unique(versions[mask == 1]).tolist():
+        for number in np.unique(versions[versions >= 0]).tolist():
             versions[versions == number] = -2 - self._ordinal(number)  # so that none is replaced twice
         versions[versions < -1] = -2 - versions[versions < -1]
         of = self._planned

@@ -35,6 +35,7 @@ class Flow(Protocol):
     trainer: int
     rank: int
     ranks: int
+    temperature: float
 
     def check(self) -> None:
         """Raises LedgerError where a later trainer was started."""
@@ -76,6 +77,11 @@ class Step:
     def _digest(self) -> str:
         """Of the plan, which never changes."""
         return self._flow.files.digest(self.number)
+
+    @property
+    def temperature(self) -> float:
+        """At which its tokens were sampled; a trainer divides logits by it."""
+        return self._flow.temperature
 
     @property
     def tokens(self) -> int:

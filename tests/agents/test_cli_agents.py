@@ -84,6 +84,7 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
         }
         for agent, trajectory in found.items():
             assert [turn.sequence for turn in trajectory.turns] == [0, 0, 0], agent
+            assert trajectory.constrained == 0, f"{agent} asks for sampling that is not trained on"
             assert trajectory.messages[-1]["content"] == "add() adds now."
             assert [bool(m.get("tool_calls")) for m in trajectory.messages if m["role"] == "assistant"] == [1, 1, 0]
 

@@ -13,6 +13,8 @@ from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig, S
 from megaflow_hpc.config.objective import CLIPS, LossConfig
 from megaflow_hpc.config.training import OptimizerConfig, PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.pod.rollout.services import sampling_of
+from megaflow_hpc.types import NEUTRAL
 from tests.support.places import ROOT
 
 CAMPAIGN = "name: learn\ntasks: tasks/*\nagent: mini-swe-agent\nsamples: 16\nmodel: {path: m}\n"
@@ -138,7 +140,16 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path: Path, text: str, expected: 
 @pytest.mark.parametrize(
     ("model", "agent", "expected"),
     [
-        ("{path: m}", "{model: {temperature: 0.6}}", "agent.args.model.temperature 0.6: a trained policy is sampled"),
+        (
+            "{path: m}",
+            "{model: {temperature: 0.6}}",
+            "agent.args.model.temperature 0.6: a trained policy is sampled with 1 (model.sampling.temperature)",
+        ),
+        ("{path: m, sampling: {temperature: 0.7}}", "{model: {temperature: 1}}", "is sampled with 0.7"),
+        ("{path: m, sampling: {temperature: 0}}", "{}", "model.sampling.temperature 0: the likeliest token has no"),
+        ("{path: m, sampling: {top_p: 0.9}}", "{}", "model.sampling.top_p 0.9: loss dapo takes the probabilities"),
+        ("{path: m, sampling: {top_k: 20}}", "{}", "model.sampling.top_k 20"),
+        ("{path: m, sampling: {repetition_penalty: 1.1}}", "{}", "model.sampling.repetition_penalty 1.1"),
         ("{path: m}", "{model: {top_k: 20}}", "agent.args.model.top_k 20"),
         ("{path: m}", "{model: {logit_bias: {7: 1}}}", "agent.args.model.logit_bias"),
         ("{path: m, args: {override-generation-config: {top_p: 0.9}}}", "{}", "override-generation-config.top_p 0.9"),
@@ -261,3 +272,32 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
 
 def test_over_long_needs_its_lengths() -> None:
     assert OverlongConfig(longest=100, buffer=20).penalty == -1
+
+
+def test_a_trained_policy_may_have_a_temperature(tmp_path: Path) -> None:
+    text = CAMPAIGN.replace("model: {path: m}", "model: {path: m, sampling: {temperature: 0.7, top_k: 0}}")
+    text = text.replace("agent: mini-swe-agent", "agent: {name: mini-swe-agent, args: {model: {temperature: 0.7}}}")
+    model = load(tmp_path, text + "training: {policies: {default: }}\n").policies()["default"].model
+    assert model
+    assert model.sampling.model_dump() == {**NEUTRAL, "temperature": 0.7}
+
+
+def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused(tmp_path: Path) -> None:
+    model = load(tmp_path, CAMPAIGN).policies()["default"].model
+    assert model
+    assert model.sampling.model_dump() == NEUTRAL
+    assert "engines raise it to 0.01" in complaint(
+        tmp_path, CAMPAIGN.replace("{path: m}", "{path: m, sampling: {temperature: 0.001}}")
+    )
+
+
+@pytest.mark.parametrize(("key", "refused"), [("", []), ("constrained: mask", []), ("constrained: refuse", ["a"])])
+def test_gateways_refuse_constrained_calls_of_trained_policies_where_the_campaign_says_so(
+    tmp_path: Path, key: str, refused: list[str]
+) -> None:
+    text = CAMPAIGN.replace("model: {path: m}", "models: {a: {path: m, sampling: {temperature: 0.7}}, b: {path: m}}")
+    config = load(tmp_path, f"{text}training:\n  policies: {{a: }}\n  {key}\n")
+    found = sampling_of(config, config.policies())
+    assert [name for name, sampling in found.items() if sampling.refuse] == refused
+    assert found["a"].settings["temperature"] == 0.7
+    assert found["b"].settings == NEUTRAL

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli.output import summary
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
@@ -173,3 +174,16 @@ def test_an_error_that_is_nowhere_is_not_looked_for_at_every_look(run: RunDir) -
     for _ in range(3):
         monitor.status()
     assert int(Path("/proc/self/io").read_text().split()[1]) - before < path.stat().st_size / 2
+
+
+def test_calls_whose_tokens_are_masked_are_counted_and_named_at_the_end(run: RunDir) -> None:
+    for number, constrained in enumerate((3, 0, 4)):
+        event = RolloutEvent(id=f"t{number}/p/0", status="completed", reward=1.0, turns=5, constrained=constrained)
+        with open(run.event_file("7", "0"), "ab") as file:
+            file.write(encode(event))
+    monitor = Monitor(run)
+    monitor.list_rollouts()
+    monitor.refresh()
+    rows = monitor.summary()
+    assert rows["p"]["constrained"] == 7
+    assert "p: 7 model calls constrained their tokens or asked for other sampling" in summary({"policies": rows})

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli.output import training_lines
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, say_last
+from megaflow_hpc.training.algorithms import filters
 from megaflow_hpc.training.plan import TrainingFiles
 from tests.support.training import training_run
 
@@ -65,3 +67,35 @@ def test_a_trainer_is_where_its_job_is_and_its_last_word_stays(run: RunDir) -> N
     say_last(run, "default", "done", 0, log)
     done = trainer({})
     assert (done["state"], "cause" in done["last_word"]) == ("done", False)
+
+
+@pytest.mark.parametrize(
+    ("z", "temperature", "warned"),
+    [(39.8, 0.62, True), (-9.0, 1.4, True), (2.0, 0.9, False), (30.0, 0.99, False), (None, None, False)],
+)
+def test_status_warns_of_tokens_that_look_sampled_otherwise(
+    run: RunDir, z: float | None, temperature: float | None, warned: bool
+) -> None:
+    files = TrainingFiles(run, "default")
+    files.create()
+    metrics = {} if z is None or temperature is None else {"sampling_z": z, "sampling_temperature": temperature}
+    for step in (1, 2):
+        files.commit(Commit(step=step, metrics={"reward": 0.5, "seconds": 1.0, **metrics}))
+    status = Monitor(run).status()
+    found = status["training"]["default"]
+    assert (found["sampling_z"], found["sampling_temperature"]) == (z, temperature)
+    lines = [line for line in training_lines(status) if "look sampled at" in line]
+    assert len(lines) == len(found["warnings"]) == warned
+    if warned and z:
+        assert f"{temperature} times the temperature" in lines[0]
+        assert f"(z {z:.0f})" in lines[0]
+
+
+def test_status_warns_if_most_rollouts_have_no_token_to_train_on(run: RunDir) -> None:
+    files, name = TrainingFiles(run, "default"), f"dropped/{filters.NOTHING_SAMPLED}"
+    files.create()
+    files.commit(Commit(step=1, metrics={"reward": 0.5, "rollouts": 8.0, name: 7.0}))
+    assert Monitor(run).status()["training"]["default"]["warnings"] == []
+    files.commit(Commit(step=2, metrics={"rollouts": 0.0, name: 16.0}))
+    (warning,) = Monitor(run).status()["training"]["default"]["warnings"]
+    assert warning.startswith("23 rollouts of the last 2 steps had no token that the policy sampled freely")

@@ -22,7 +22,7 @@ from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, checks, content, options
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, MESSAGES, RESPONSES, engine_request
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.types import ModelEndpoint
+from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
 from tests.support.serving import in_loop
 
@@ -160,6 +160,7 @@ async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(
     assert body.keys() - {"max_tokens"} == {
         "prompt" if path == "/completions" else "messages",
         *("model", "stream", "return_token_ids", "logprobs"),
+        *NEUTRAL,  # an agent that names none is sampled with the policy's own
     }
 
 

@@ -244,7 +244,7 @@ def summarised() -> Any:
     for kind in get_args(AnyEvent):
         event = example(kind)
         if isinstance(event, RolloutEvent):
-            condenser.apply(RolloutEvent(t=NOW, id=IDS[0], status="completed", inexact=3))
+            condenser.apply(RolloutEvent(t=NOW, id=IDS[0], status="completed", inexact=3, constrained=2))
             event.kind = "node"
         if isinstance(event, WorkerEvent):
             event.state, event.node = "ready", "n1"
@@ -255,7 +255,7 @@ def summarised() -> Any:
     made["version"] = summary.VERSION
     assert {"event", *(field.name for field in msgspec.structs.fields(summary.Summary))} == made.keys()
     assert len(made["ended_badly"][0]) == len(msgspec.structs.fields(EndedBadly))
-    assert all(made[name] for name in ("retries", "failures", "recent", "inexact", "ended_well"))
+    assert all(made[name] for name in ("retries", "failures", "recent", "inexact", "constrained", "ended_well"))
     assert made["ended_badly"][0][-1]
     assert msgspec.msgpack.decode(msgpack.packb(made), type=summary.Summary)
     return made

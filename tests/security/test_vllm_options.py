@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS
+from megaflow_hpc.model.gateway.dialects import options
 from tests.support.poison import GOOD, POISON, TOOL
 from tests.support.serving import Servers, in_loop, only_the_proxy_is_reached
 from tests.support.warm import WarmPython
@@ -21,13 +21,23 @@ from tests.support.warm import WarmPython
 MODULES = (
     "vllm.entrypoints.openai.chat_completion.protocol",
     "vllm.entrypoints.openai.completion.protocol",
+    "vllm.entrypoints.openai.responses.protocol",
+    "vllm.entrypoints.anthropic.protocol",
     "vllm.multimodal.media.connector",
 )
 FIELDS = """
 import json
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-print(json.dumps([sorted(c.model_fields) for c in (ChatCompletionRequest, CompletionRequest)]))
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+requests = {
+    "CHAT": [ChatCompletionRequest],
+    "COMPLETIONS": [CompletionRequest],
+    "RESPONSES": [ResponsesRequest],
+    "MESSAGES": [AnthropicMessagesRequest, AnthropicCountTokensRequest],
+}
+print(json.dumps({table: sorted({f for c in those for f in c.model_fields}) for table, those in requests.items()}))
 """
 FETCH = """
 import asyncio, sys
@@ -61,12 +71,12 @@ def started(media_domains: list[str], tmp_path: Path, interpreter: str) -> tuple
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_every_field_of_the_installed_vllms_requests_has_its_place(with_vllm: WarmPython) -> None:
-    """A field of a new version is left out until somebody has looked at it; here is who notices."""
+    """A new field is left out until its table says what becomes of it, and whether it constrains the tokens."""
     done = with_vllm.run(FIELDS)
     assert done.returncode == 0, done.stderr
-    chat, plain = json.loads(done.stdout.splitlines()[-1])
-    assert set(chat) - CHAT.keys() == set()
-    assert set(plain) - COMPLETIONS.keys() == set()
+    fields = json.loads(done.stdout.splitlines()[-1])
+    missing = {table: set(known) - getattr(options, table).keys() for table, known in fields.items()}
+    assert missing == {"CHAT": set(), "COMPLETIONS": set(), "MESSAGES": set(), "RESPONSES": set()}
 
 
 @pytest.fixture

@@ -74,7 +74,17 @@ class History:
         rank, attempt = running[rollout]
         if what < 0.7:
             status = draw.choice(("completed", "completed", "truncated"))
-            self._say(pod, RolloutEvent(id=rollout, status=status, reward=1.0, turns=3, inexact=draw.choice((0, 2))))
+            self._say(
+                pod,
+                RolloutEvent(
+                    id=rollout,
+                    status=status,
+                    reward=1.0,
+                    turns=3,
+                    inexact=draw.choice((0, 2)),
+                    constrained=draw.choice((0, 3)),
+                ),
+            )
             del running[rollout]
         elif what < 0.8:
             self._say(pod, AttemptEvent(id=rollout, attempt=attempt, kind=draw.choice(CAUSES), error="é", rank=rank))

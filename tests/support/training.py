@@ -28,12 +28,14 @@ def training_run(
     samples: int = 4,
     model: str = "",
     held_out: int = 0,
+    sampling: dict[str, float] | None = None,
     **more: Any,
 ) -> RunDir:
     """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet.
 
     Args:
         held_out: how many of the tasks are only for evaluation, the last ones.
+        sampling: sampling settings of the policy.
         more: further sections of the campaign file.
     """
     run = RunDir(path)
@@ -44,7 +46,7 @@ def training_run(
         "tasks": "tasks",
         "agent": "nop",
         "samples": samples,
-        "model": {"engine": "vllm", "path": model or "model"},
+        "model": {"engine": "vllm", "path": model or "model", "sampling": sampling or {}},
         **more,
     }
     if training is not None:

@@ -652,3 +652,11 @@ def test_a_run_that_does_not_train_is_told_so(tmp_path: Path) -> None:
         Dataflow(training_run(tmp_path / "run", None))
     with pytest.raises(ConfigError, match="not a run directory"):
         Dataflow(tmp_path)
+
+
+def test_trainers_are_told_the_temperature_at_which_the_policy_samples(tmp_path: Path) -> None:
+    for number, (sampling, temperature) in enumerate([(None, 1.0), ({"temperature": 0.7}, 0.7)]):
+        run = training_run(tmp_path / str(number), SYNCHRONOUS, sampling=sampling)
+        flow = watched(run, Pods(run, alternating))
+        step = next(flow.steps())
+        assert flow.temperature == step.temperature == temperature

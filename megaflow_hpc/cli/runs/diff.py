@@ -121,7 +121,7 @@ def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
                 "sequence": number,
                 "token": place,
                 "ids": [None if view is None else int(view.tokens[place]) for view in here],
-                "sampled": [None if view is None else bool(view.loss_mask[place]) for view in here],
+                "sampled": [None if view is None else int(view.weight_versions[place]) >= 0 for view in here],
                 "logprobs": [None if view is None else finite(float(view.logprobs[place])) for view in here],
             }
     return None

@@ -180,9 +180,11 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     if known := used(row.cpu_s, row.memory_peak_mb, row.disk_peak_mb):
         yield f"  used      {known}", ""
     yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
-    sampled = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
+    sampled = sum(int((sequence.weight_versions >= 0).sum()) for sequence in row.sequences)
+    counted = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
+    masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
     count = sum(len(sequence.tokens) for sequence in row.sequences)
-    yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled", ""
+    yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
     if len(found := row.conversations) > 1:
         told = sum(len(one.messages) - one.shared for one in found)
         yield f"  messages  {told} in {len(found)} conversations, the main one is {main(found, row.policy)}", ""

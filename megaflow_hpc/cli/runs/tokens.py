@@ -84,31 +84,32 @@ def _runs(sequence: SequenceView, vocabulary: Pieces | None, full: bool) -> Iter
     start = 0
     for (mask, version), run in groupby(zip(*columns, strict=True)):
         end = start + sum(1 for _ in run)
-        said = f"sampled, loss mask 1, weights {version}" if mask else "not sampled, loss mask 0"
-        yield Text(f"  [{start}, {end}) {said}", style="green" if mask else "dim")
+        sampled = version >= 0
+        said = f"sampled, loss mask {mask}, weights {version}" if sampled else "not sampled, loss mask 0"
+        yield Text(f"  [{start}, {end}) {said}", style="green" if mask else "yellow" if sampled else "dim")
         places = list(range(start, end))
         if full or len(places) <= HEAD + TAIL + 1:
-            yield from _lines(sequence, places, bool(mask), vocabulary)
+            yield from _lines(sequence, places, sampled, vocabulary)
         else:
-            yield from _lines(sequence, places[:HEAD], bool(mask), vocabulary)
+            yield from _lines(sequence, places[:HEAD], sampled, vocabulary)
             yield Text(f"    … {len(places) - HEAD - TAIL} tokens folded (--full)", style="dim")
-            yield from _lines(sequence, places[-TAIL:], bool(mask), vocabulary)
+            yield from _lines(sequence, places[-TAIL:], sampled, vocabulary)
         start = end
 
 
-def _lines(sequence: SequenceView, places: list[int], mask: bool, vocabulary: Pieces | None) -> Iterator[Text]:
+def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary: Pieces | None) -> Iterator[Text]:
     from rich.text import Text
 
     line = Text("   ")
     for place in places:
         token, logprob = int(sequence.tokens[place]), float(sequence.logprobs[place])
-        cell = f" {token}:{logprob:.4f}" if mask else f" {token}"
+        cell = f" {token}:{logprob:.4f}" if sampled else f" {token}"
         if vocabulary is not None:
             cell += f" {_quoted(vocabulary.get(token, ''))} "
         if len(line) + len(cell) > WIDTH and len(line) > 3:
             yield line
             line = Text("   ")
-        line.append(cell, style=_colour(logprob) if mask else "dim")
+        line.append(cell, style=_colour(logprob) if sampled else "dim")
     yield line
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
@@ -15,9 +16,9 @@ from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.connection import Place
 from megaflow_hpc.model.gateway.conversations import Asked
-from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, messages
-from megaflow_hpc.model.gateway.dialects.options import engine_request
-from megaflow_hpc.model.gateway.engine_call import Refused
+from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
+from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
+from megaflow_hpc.model.gateway.engine_call import Refused, choices
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
@@ -30,10 +31,23 @@ from megaflow_hpc.model.gateway.http_messages import (
     send_json,
 )
 from megaflow_hpc.model.gateway.meaning import digest
-from megaflow_hpc.model.gateway.open_rollout import OpenRollout
+from megaflow_hpc.model.gateway.open_rollout import OpenRollout, OverBudget
 from megaflow_hpc.model.gateway.replay import Replay, body_of
+from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
+
+
+class Admitted(NamedTuple):
+    """A call that was admitted: what goes to the engine."""
+
+    request: dict[str, Any]
+    size: int
+    """Bytes that it was."""
+    free: bool
+    """Whether the policy chooses the answer's tokens freely."""
+    limit: int
+    """Tokens of the rollout's budget that each answer may have, where the request names no limit; 0: no limit."""
 
 
 class Calls:
@@ -44,6 +58,7 @@ class Calls:
         policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
         replays: Policies that are answered from a recorded campaign.
         media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
+        sampling: How a policy's tokens are sampled; neutral for a policy that is not named.
     """
 
     def __init__(
@@ -52,8 +67,10 @@ class Calls:
         policies: Sequence[str],
         replays: Mapping[str, Replay],
         media_domains: Mapping[str, Collection[str]],
+        sampling: Mapping[str, Sampling],
     ) -> None:
         self._caller, self._replays, self._media_domains = caller, dict(replays), dict(media_domains)
+        self._sampling = dict(sampling)
         self.policies = frozenset(policies)
         self.tokens = 0
         """Tokens that engines have sampled."""
@@ -96,24 +113,43 @@ class Calls:
             raise self._refusal(rollout)
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         asked = await aside(size, self._asked, rollout, path, dialect.request, body)
-        if over := rollout.over_budget():
-            rollout.recorder.recording.over_budget = over
-            raise CallError(429, over, BUDGET_EXCEEDED)
-        rollout.recorder.request_arrived()
-        rollout.in_flight += 1
+        free = self._is_free(rollout, asked)
         try:
-            async with rollout.share.answer() as place:
-                if not body.get("stream"):
-                    reply = await self._answer(rollout, path, asked, size, place)
-                    return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
-                return await stream.send(
-                    request,
-                    self._answer(rollout, path, asked, size, place),
-                    lambda reply: dialect.events(dialect.answer(reply, body), body),
-                    lambda error: dialect.error_event(*error_fields(error)),
-                )
-        finally:
-            rollout.in_flight -= 1
+            async with rollout.reserved(asked, choices(asked)) as limit:
+                if rollout.suspended:  # while it waited for others
+                    raise self._refusal(rollout)
+                rollout.recorder.request_arrived()
+                rollout.in_flight += 1
+                try:
+                    return await self._respond(
+                        rollout, request, dialect, body, path, Admitted(asked, size, free, limit)
+                    )
+                finally:
+                    rollout.in_flight -= 1
+        except OverBudget as error:
+            rollout.recorder.recording.over_budget = str(error)
+            raise CallError(429, str(error), BUDGET_EXCEEDED) from None
+
+    async def _respond(
+        self,
+        rollout: OpenRollout,
+        request: web.BaseRequest,
+        dialect: Dialect,
+        body: dict[str, Any],
+        path: str,
+        asked: Admitted,
+    ) -> web.StreamResponse:
+        """Sends the engine's answer to the agent, whole or as a stream."""
+        async with rollout.share.answer() as place:
+            if not body.get("stream"):
+                reply = await self._answer(rollout, path, asked, place)
+                return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
+            return await stream.send(
+                request,
+                self._answer(rollout, path, asked, place),
+                lambda reply: dialect.events(dialect.answer(reply, body), body),
+                lambda error: dialect.error_event(*error_fields(error)),
+            )
 
     async def count(self, rollout: OpenRollout, body: dict[str, Any], size: int) -> web.Response:
         """Counts the tokens of a prompt; nothing is recorded."""
@@ -133,10 +169,23 @@ class Calls:
         except BadRequest as error:
             raise CallError(400, str(error)) from None
 
-    async def _answer(
-        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, place: Place
-    ) -> protocols.Answer:
+    def _is_free(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> bool:
+        """Returns whether the policy chooses the answer's tokens freely; refuses the call if the campaign says so."""
+        policy = self._policy(rollout, asked)
+        sampling = self._sampling.get(policy, Sampling())
+        found = constraints(asked, sampling.settings)
+        if found and sampling.refuse:
+            option, value, own = found[0]
+            raise CallError(
+                400,
+                f"{option}: {orjson.dumps(value).decode():.200}: tokens of policy {policy!r} are trained on, and are "
+                f"sampled with {option} {own}; leave it out (training.constrained of the campaign file)",
+            )
+        return not found
+
+    async def _answer(self, rollout: OpenRollout, path: str, call: Admitted, place: Place) -> protocols.Answer:
         """Returns the engine's answer to a chat or plain request, and records it."""
+        asked, size, free = call.request, call.size, call.free
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
         conversation = await aside(size, recorder.restore, asked.get("messages") or (), policy)
         if path == CHAT:
@@ -149,7 +198,9 @@ class Calls:
         assert task is not None
         rollout.waiting.add(task)
         try:
-            answer, server, model_s, wait_s = await self._call(rollout, path, asked, protocols.ask, size, place)
+            answer, server, model_s, wait_s = await self._call(
+                rollout, path, asked, protocols.ask, size, place, call.limit
+            )
         except asyncio.CancelledError:
             if not rollout.suspended:
                 raise
@@ -162,7 +213,7 @@ class Calls:
         rollout.servers[policy] = server.name
         rollout.failed("")
         for number, sample in enumerate(answer.samples):
-            sample.policy = policy
+            sample.policy, sample.free = policy, free
             times = {"model_s": 0.0 if number else model_s, "wait_s": 0.0 if number else wait_s}
             recorder.add(sample, conversation, known, **times)
             self._caller.limits.charge((0 if number else len(sample.prompt)) + len(sample.tokens))
@@ -175,7 +226,7 @@ class Calls:
                 recorder.add_text(sample, conversation, known, counted=0 if number else sampled, **times)
             self._caller.limits.charge(total)
             self.tokens += sampled
-        recorder.count(answer.protocol, server.degraded)
+        recorder.count(answer.protocol, server.degraded, free)
         return answer
 
     @staticmethod
@@ -196,7 +247,7 @@ class Calls:
         sample = replace(sample, policy=policy, message=sample.message if path == CHAT else None)
         if sample.tokens or sample.prompt:
             rollout.recorder.add(sample, conversation, known)
-            rollout.recorder.count("replay")
+            rollout.recorder.count("replay", free=sample.free)
         else:  # its engine told no tokens
             rollout.recorder.add_text(sample, conversation, known)
             rollout.recorder.count("text")
@@ -208,10 +259,19 @@ class Calls:
         return model if isinstance(model, str) and model in self.policies else rollout.policy
 
     async def _call(
-        self, rollout: OpenRollout, path: str, body: Mapping[str, Any], ask: Ask[T], size: int, place: Place
+        self,
+        rollout: OpenRollout,
+        path: str,
+        body: Mapping[str, Any],
+        ask: Ask[T],
+        size: int,
+        place: Place,
+        limit: int = 0,
     ) -> Called[T]:
         try:
-            return await self._caller.call(rollout, self._policy(rollout, body), path, body, ask, size, place)
+            policy = self._policy(rollout, body)
+            sampling = self._sampling.get(policy, Sampling())
+            return await self._caller.call(rollout, policy, path, body, ask, size, place, sampling, limit)
         except Refused as refusal:
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:

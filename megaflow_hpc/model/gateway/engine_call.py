@@ -14,6 +14,7 @@ from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
 from megaflow_hpc.model.json_pieces import TooMuch
 from megaflow_hpc.model.json_text import ANSWER, LARGE, decoded, encoded, packed
+from megaflow_hpc.types import Sampling
 
 RETRIED = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
@@ -173,6 +174,10 @@ class Call(NamedTuple):
     """Awaited before a large answer is taken in."""
     keep_thoughts: bool = False
     """Whether earlier answers stay in the prompt as they were sampled, whatever the chat template makes of them."""
+    sampling: Sampling = Sampling()
+    """Of the policy."""
+    limit: int = 0
+    """Tokens that each answer may have, where the body names no limit; 0: no limit."""
 
     @property
     def chat(self) -> bool:
@@ -190,6 +195,25 @@ class Call(NamedTuple):
         larger, asked = max(self.size, size), multiplied(self.body)
         return await post(self.connections, self.server, path, body, self.timeout_s, larger, place, asked)
 
+    async def complete(self, **changes: Any) -> Reply:
+        """Posts the request itself with ``changes``; raises as :func:`post` does.
+
+        Engines refuse a limit that is larger than the room behind the prompt. Then that room is the smaller limit, and
+        the request goes without one.
+        """
+        if self.limit:
+            try:
+                return await self.post(self.path, self.asked(**changes, max_tokens=self.limit))
+            except Refused:
+                pass
+        return await self.post(self.path, self.asked(**changes))
+
     def asked(self, **changes: Any) -> dict[str, Any]:
-        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``."""
-        return {**self.body, "model": self.server.model_name, "stream": False, **changes}
+        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``.
+
+        The policy's sampling settings are named wherever the agent names none: engines have defaults of their own, such
+        as those of a model's ``generation_config.json``. Engines that report no tokens may know OpenAI's options alone,
+        and are told what is not neutral.
+        """
+        sampling = self.sampling.unusual if self.server.protocol == "text" else self.sampling.settings
+        return {**sampling, **self.body, "model": self.server.model_name, "stream": False, **changes}

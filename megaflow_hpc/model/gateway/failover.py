@@ -29,6 +29,7 @@ from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Router, Server
+from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
 PAUSE_S = 0.5
@@ -84,6 +85,8 @@ class Caller:
         ask: Ask[T],
         size: int = 0,
         place: Place | None = None,
+        sampling: Sampling | None = None,
+        limit: int = 0,
     ) -> Called[T]:
         """Makes one call.
 
@@ -95,6 +98,8 @@ class Caller:
             ask: How.
             size: The bytes that the agent's request was.
             place: Awaited before a large answer is taken in.
+            sampling: Of the policy; default neutral.
+            limit: Tokens that each answer may have, where the body names no limit; 0: no limit.
 
         Raises:
             Refused: The request is at fault, or its answer cannot be recorded.
@@ -104,7 +109,13 @@ class Caller:
         keep = policy in self._keep_thoughts
 
         def at(server: Server) -> Call:
-            return Call(self._connections, server, path, body, timeout_s, recorder, policy, size, place, keep)
+            of_policy = sampling or Sampling()
+            return Call(
+                *(self._connections, server, path, body, timeout_s, recorder, policy, size, place),
+                keep_thoughts=keep,
+                sampling=of_policy,
+                limit=limit,
+            )
 
         try:
             async with self.limits.turn():

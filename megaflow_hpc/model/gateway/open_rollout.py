@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,10 @@ from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
 """Seeds lie below, which every engine takes."""
+
+
+class OverBudget(Exception):
+    """The rollout's budget leaves no room for a call; the message says which limit."""
 
 
 @dataclass
@@ -48,6 +53,12 @@ class OpenRollout:
     """It was closed: what still comes for it is not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Calls that wait for an engine's answer; nothing of them is recorded yet."""
+    held_calls: int = 0
+    """Answers reserved by calls in progress."""
+    held_tokens: int = 0
+    """Tokens reserved by calls in progress."""
+    returned: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Notified when a call gives back what it reserved."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Notes why the latest call has no answer, and how to find out whether the service is to blame."""
@@ -69,11 +80,55 @@ class OpenRollout:
         if self.seed >= 0 and asked.get("seed") is None:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 
-    def over_budget(self) -> str:
-        """Returns why no further call may be answered, or an empty text; calls in flight count."""
-        calls, tokens = self.budget.calls, self.budget.tokens
-        if calls is not None and self.recorder.calls + self.in_flight >= calls:
-            return f"this rollout has made its {calls} model calls"
-        if tokens is not None and self.recorder.sampled >= tokens:
-            return f"this rollout has sampled its {tokens} tokens"
-        return ""
+    @asynccontextmanager
+    async def reserved(self, asked: dict[str, Any], answers: int) -> AsyncIterator[int]:
+        """Reserves what a call may use of the budget, for as long as the context is open.
+
+        A call is admitted with ``max_tokens`` lowered to what is left. While calls in progress hold all that is left,
+        it waits for them.
+
+        Args:
+            asked: The engine's request.
+            answers: How many it asks for at once.
+
+        Yields:
+            Tokens that each answer may have, where the request itself names no limit; 0: as many as the engine gives.
+
+        Raises:
+            OverBudget: Too little is left for it.
+        """
+        calls = self.budget.calls
+        if calls is not None and self.recorder.calls + self.held_calls + answers > calls:
+            left = max(0, calls - self.recorder.calls - self.held_calls)
+            asks = f", {left} are left, and this call asks for {answers} answers" if answers > 1 else ""
+            raise OverBudget(f"this rollout has made its {calls} model calls{asks}")
+        each, limit = await self._tokens_left(answers), 0
+        if each is not None:
+            names = [name for name in ("max_tokens", "max_completion_tokens") if name in asked]
+            for name in names:
+                asked[name] = min(asked[name], each)
+            # Engines take the latter where both are there.
+            limit, each = (0, asked[names[-1]]) if names else (each, each)
+        tokens = (each or 0) * answers
+        self.held_calls += answers
+        self.held_tokens += tokens
+        try:
+            yield limit
+        finally:
+            self.held_calls -= answers
+            self.held_tokens -= tokens
+            async with self.returned:
+                self.returned.notify_all()
+
+    async def _tokens_left(self, answers: int) -> int | None:
+        """Returns how many tokens each answer may have, at least 1; ``None`` without a limit."""
+        tokens = self.budget.tokens
+        if tokens is None:
+            return None
+        async with self.returned:
+            while True:
+                if tokens - self.recorder.sampled < answers:
+                    raise OverBudget(f"this rollout has sampled its {tokens} tokens")
+                if each := max(0, tokens - self.recorder.sampled - self.held_tokens) // answers:
+                    return each
+                await self.returned.wait()

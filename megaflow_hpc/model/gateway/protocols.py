@@ -64,7 +64,7 @@ async def ask(call: Call) -> Answer:
 
 async def text(call: Call) -> Answer:
     """Makes a call of which only the text is kept."""
-    reply = await call.post(call.path, call.asked())
+    reply = await call.complete()
     return await _read(call, reply, "an answer without a choice", _text, call, reply)
 
 
@@ -79,8 +79,7 @@ async def plain(call: Call) -> Answer:
     server, body = call.server, call.body
     scores = True if call.chat else max(1, int(body.get("logprobs") or 0))
     try:
-        asked = call.asked(return_token_ids=True, logprobs=scores)
-        reply = await call.post(call.path, asked)
+        reply = await call.complete(return_token_ids=True, logprobs=scores)
     except Refused as refusal:
         # It may not know the parameter, or the agent wrote the word.
         known = b"return_token_ids" not in refusal.body or await _own(call, call.path, return_token_ids=True) < 400
@@ -122,6 +121,8 @@ async def split(call: Call) -> Answer:
         prompt = rendered if request.get("features") else await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
             sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
+        if call.limit:
+            sampling["max_tokens"] = min(sampling["max_tokens"], call.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
     except _WRONG as error:
         raise Doubtful(f"{server.name}: {lacking} ({error!r})", again=False) from error

@@ -10,8 +10,9 @@ for another conversation of the same rollout, or one whose history was edited.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-Invariants: exactly where a token was sampled, ``loss_mask`` is 1, ``logprobs`` a number and ``weight_versions`` the
-engine's; elsewhere they are 0, NaN and -1. Tokens are stored as the engine reported them; nothing is tokenised again.
+Invariants: exactly where a token was sampled, ``logprobs`` is a number and ``weight_versions`` the engine's; elsewhere
+they are NaN and -1. ``loss_mask`` is 1 exactly where the policy sampled the token freely (:attr:`Sample.free`). Tokens
+are stored as the engine reported them; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Sample:
     """Whether the last token ended the turn, rather than a limit."""
     policy: str = ""
     """Policy that answered; empty: the rollout's own."""
+    free: bool = True
+    """Whether the tokens were sampled under the policy's own settings, and nothing constrained them."""
 
 
 @dataclass
@@ -155,7 +158,7 @@ class Recorder:
         start = len(sequence.tokens)
         done = 0
         for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
-            _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version)
+            _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version, sample.free)
             done = end
         turn = Turn(
             sequence=number,
@@ -203,13 +206,15 @@ class Recorder:
         self._keep(turn, sample, messages, asked)
         return turn
 
-    def count(self, protocol: str, degraded: bool = False) -> None:
+    def count(self, protocol: str, degraded: bool = False, free: bool = True) -> None:
         """Counts a call by how it was recorded (:attr:`~megaflow_hpc.trajectory.Recording.protocols`).
 
         Args:
             protocol: ``text``, ``plain``, ``split`` or ``replay``.
             degraded: Less was recorded than the server should have given.
+            free: Nothing constrained its tokens (:attr:`Sample.free`).
         """
+        self.recording.constrained += not free
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
         self.recording.inexact += degraded or protocol == "text"
 
@@ -287,10 +292,16 @@ def _as_array(tokens: Sequence[int]) -> array[int]:
     return tokens if isinstance(tokens, array) else array("i", tokens)
 
 
-def _extend(sequence: TokenSequence, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
+def _extend(
+    sequence: TokenSequence,
+    tokens: Sequence[int],
+    logprobs: Sequence[float] | None,
+    version: int,
+    free: bool = False,
+) -> None:
     """Appends tokens to all four columns; ``logprobs`` is ``None`` if they were not sampled."""
     count = len(tokens)
     sequence.tokens.extend(_as_array(tokens))
     sequence.logprobs.extend(array("f", [float("nan")]) * count if logprobs is None else array("f", logprobs))
-    sequence.loss_mask.extend(array("B", [0 if logprobs is None else 1]) * count)
+    sequence.loss_mask.extend(array("B", [free]) * count)
     sequence.weight_versions.extend(array("i", [version]) * count)

@@ -79,6 +79,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             server=turn.server,
             message=message,
             request_id=call.get("id", ""),
+            free=all(sequence.loss_mask[part]),
         )
         found.append(_Call(call.get("asked", ""), sample))
     return found

@@ -54,7 +54,7 @@ from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.http_server import HttpServer
 from megaflow_hpc.trajectory import Recording, path_to
-from megaflow_hpc.types import CallBudget, ModelEndpoint
+from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 
 __all__ = ["SEEDS", "ModelGateway"]
 
@@ -76,6 +76,7 @@ class ModelGateway:
         media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
         keep_thoughts: Policies whose earlier answers stay in the prompt as they were sampled, whatever the chat
             template makes of them.
+        sampling: How a policy's tokens are sampled; neutral for a policy that is not named.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class ModelGateway:
         replays: Mapping[str, Replay] | None = None,
         media_domains: Mapping[str, Collection[str]] | None = None,
         keep_thoughts: Collection[str] = (),
+        sampling: Mapping[str, Sampling] | None = None,
     ) -> None:
         self.host, self.port = host, 0
         self._caller = Caller(wait_s, request_timeout_s, limits, keep_thoughts)
-        self._calls = Calls(self._caller, policies, replays or {}, media_domains or {})
+        self._calls = Calls(self._caller, policies, replays or {}, media_domains or {}, sampling or {})
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
         self._server: HttpServer | None = None

@@ -199,6 +199,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
     trajectory.turns = [*trajectory.turns, *recording.turns]
     trajectory.inexact += recording.inexact
+    trajectory.constrained += recording.constrained
     if recording.calls:
         trajectory.artifacts.append(calls_artifact(recording))
 

@@ -37,7 +37,10 @@ FORMAT = 2
 _LENGTH = struct.Struct("<Q")
 _DIGEST = hashlib.sha256().digest_size
 _CHUNK = 1 << 20
-CARRIED = ("status", "error_kind", "error", "seed", "inexact", "messages", "parents", "sequences", "turns", "artifacts")
+CARRIED = (
+    *("status", "error_kind", "error", "seed", "inexact", "constrained"),
+    *("messages", "parents", "sequences", "turns", "artifacts"),
+)
 """What of a trajectory goes over to the next attempt as it is; the rest is that attempt's own, but times are added up
 and of peaks the highest stays."""
 TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")

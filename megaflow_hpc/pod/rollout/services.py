@@ -16,6 +16,7 @@ from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.recordings import replays_of
 from megaflow_hpc.pod.rollout.suspension import Suspension
+from megaflow_hpc.types import Sampling
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Services:
             replays=replays_of(policies),
             media_domains={name: policy.model.media_domains for name, policy in policies.items() if policy.model},
             keep_thoughts=[name for name, p in policies.items() if p.model and p.model.thoughts == "keep"],
+            sampling=sampling_of(config, policies),
         )
         await gateway.start()
         agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
@@ -70,3 +72,14 @@ class Services:
         self.agents.close()
         await self.provider.close()
         await self.gateway.stop()
+
+
+def sampling_of(config: CampaignConfig, policies: Mapping[str, Policy]) -> dict[str, Sampling]:
+    """Returns how each policy's tokens are sampled, and whether constrained calls are refused."""
+    training = config.training
+    refusing = training.policies if training and training.constrained == "refuse" else {}
+    return {
+        name: Sampling(policy.model.sampling.model_dump(), name in refusing)
+        for name, policy in policies.items()
+        if policy.model
+    }

@@ -61,6 +61,7 @@ class Condenser:
         self._well: dict[str, Counter[str]] = {}
         self._digests = bytearray()
         self._inexact: Counter[str] = Counter()
+        self._constrained: Counter[str] = Counter()
         self._recent: Counter[int] = Counter()
         self._number = 0
         self._seen_at = self._busy_at = 0.0
@@ -99,6 +100,8 @@ class Condenser:
         self._digests += digest(event.id)
         if event.inexact:
             self._inexact[policy] += event.inexact
+        if event.constrained:
+            self._constrained[policy] += event.constrained
 
     def summary(self, covers: int) -> Summary:
         """Returns what the events amount to, which are the first ``covers`` bytes of their file."""
@@ -112,6 +115,7 @@ class Condenser:
             ended_well={policy: dict(statuses) for policy, statuses in self._well.items()},
             digests=bytes(self._digests),
             inexact=dict(self._inexact),
+            constrained=dict(self._constrained),
             ended_badly=list(self._ended_badly()),
             retries=dict(self._running.retries),
             failures=self._running.by_cause(),

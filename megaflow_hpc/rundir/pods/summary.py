@@ -94,6 +94,8 @@ class Summary(Event, tag="summary"):
     """Cause → node → failed attempts."""
     recent: dict[Count, Count]
     """Second → rollouts that were stored then, of the last minutes before :attr:`t`."""
+    constrained: dict[str, Count] = msgspec.field(default_factory=dict)
+    """Policy → turns of :attr:`ended_well` whose tokens the policy did not choose freely."""
     busy_at: Time = 0.0
     """When the pod last started a rollout or ended one."""
     version: int = VERSION

@@ -14,7 +14,8 @@ A workflow's columns are aligned with ``input_ids``: the log-probability at t is
 where they were predicted, at t - 1: ``compute_advantages`` rolls ``loss_mask`` and ``logprobs`` by one to the left, and
 writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` there; ``versions`` stay where they are. As
 advantages are the plan's, that function is done here, in numpy. Weights of tokens, for which AReaL has no column, are
-factors of the advantages: its clipped losses are linear in them.
+factors of the advantages: its clipped losses are linear in them. Its actor divides logits by ``temperature`` of its
+configuration, which has to be ``step.temperature``.
 
 (AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``, ``areal/utils/data.py``,
 ``areal/utils/functional/functional.py``, ``areal/trainer/rl_trainer.py`` for the order of things.)

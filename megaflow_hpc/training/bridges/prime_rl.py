@@ -100,7 +100,7 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Ra
     Raises:
         ConfigError: a sequence has more tokens.
     """
-    found = [_encoded(_micro_batch(batch, name)) for batch in step.minibatch().microbatches(tokens)]
+    found = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
     found += [_encoded(_nothing(name))] * (max(-(-len(found) // ranks), 1) * ranks - len(found))
     return [found[rank::ranks] for rank in range(ranks)]
 
@@ -109,7 +109,7 @@ def _encoded(batch: MicroBatch) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(batch))
 
 
-def _micro_batch(batch: microbatch.MicroBatch, name: str) -> MicroBatch:
+def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) -> MicroBatch:
     total, lengths = len(batch.tokens), np.diff(batch.offsets).tolist()
     counted = batch.weights[batch.mask == 1]
     return MicroBatch(
@@ -119,7 +119,7 @@ def _micro_batch(batch: microbatch.MicroBatch, name: str) -> MicroBatch:
         inference_logprobs=batch.logprobs.tolist(),
         position_ids=batch.positions.tolist(),
         sequence_lengths=lengths,
-        temperatures=[1.0] * total,  # no policy that is trained may have another
+        temperatures=[temperature] * total,
         env_names=[name] * total,
         seq_lens=lengths,
         rl_weights=None if (counted == 1).all() else batch.weights.tolist(),

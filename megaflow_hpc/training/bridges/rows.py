@@ -30,12 +30,12 @@ class Row:
 
     @property
     def first(self) -> int:
-        """Where the first sampled token stands; all before it is the prompt."""
+        """Index of the first token that counts; all before it is the prompt."""
         return int(self.mask.argmax())
 
     @property
     def turns(self) -> int:
-        """Runs of sampled tokens."""
+        """Runs of tokens that count."""
         return int(np.count_nonzero(np.diff(self.mask, prepend=0) == 1))
 
     @property

@@ -97,6 +97,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # TRL bounds the ratio itself there
         "entropy_coef": loss.entropy,
         "beta": 0.0,
+        "temperature": flow.temperature,
         "learning_rate": optimizer.lr,
         "lr_scheduler_type": optimizer.schedule,
         "warmup_steps": optimizer.warmup,

@@ -6,6 +6,7 @@
     for step in flow.steps():
         tensors, others = verl.batch(step, pad_token_id=tokenizer.pad_token_id, multiple=ranks)
         batch = DataProto.from_dict({k: torch.from_numpy(v) for k, v in tensors.items()}, others)
+        batch.meta_info["temperature"] = step.temperature
         batch = batch.union(old_log_probs_of(batch))    # RayPPOTrainer._compute_old_log_prob
         update_actor(batch)                             # RayPPOTrainer._update_actor
         step.publish(folder)

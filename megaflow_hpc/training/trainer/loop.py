@@ -81,6 +81,7 @@ class Trainer:
         torch.manual_seed(flow.config.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
+        self.policy.temperature = flow.temperature
         given = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay", "clip_norm"})
         self.optimizer = Optimizer(self.policy, **given)
         loss, weights = settings.loss, settings.importance
@@ -179,15 +180,19 @@ class Trainer:
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._judge(step, clock) if several else None
         found: list[dict[str, float]] = []
-        whole = Tally()
+        whole, fresh = Tally(), Tally()
+        seen: set[int] = set()
         for minibatch in minibatches:
             tally, norm = self._update(minibatch, proximal, rate, clock)
             found.append(tally.report() | {"grad_norm": norm})
             whole.join(tally)
+            if seen.isdisjoint(minibatch.rollouts):  # a policy that was trained on these tokens prefers some of them
+                fresh.join(tally)
+            seen.update(minibatch.rollouts)
         names = found[0] if found else {}
         metrics = {name: sum(each[name] for each in found) / len(found) for name in names}
         metrics |= {name: max(each[name] for each in found) for name in names if name in losses.MAXIMA}
-        metrics |= whole.mismatches()
+        metrics |= whole.mismatches() | fresh.sampling()
         rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
         passed = sum(reward >= PASSED for reward in rewards) / len(rewards) if rewards else math.nan
         busy = sum(clock.seconds.get(name, 0.0) for name in ("proximal", "forward", "backward", "optimizer"))
@@ -282,7 +287,7 @@ class Trainer:
             raise ConfigError(
                 f"{self.policy.source}: gives sampled tokens log-probabilities {mismatch:.2g} away from the engine's "
                 f"in the mean (rounding: 0.01): {self.flow.run} was sampled by another model, at a temperature other "
-                "than 1, or long ago; no step was taken"
+                f"than {self.policy.temperature:g}, or long ago; no step was taken"
             )
         self._compared = True
 

@@ -228,6 +228,31 @@ def report(statistics: Statistics) -> dict[str, float]:
     }
 
 
+def sampling(statistics: Statistics) -> dict[str, float]:
+    """Returns whether tokens were sampled as the engine says: ``sampling_z`` and ``sampling_temperature``.
+
+    Let d be the log-probability of a sampled token plus the entropy of the distribution, both of the trainer's policy,
+    times the ratio of its probability to the engine's. If tokens were drawn with the probabilities that the engine
+    reports, the expectation of d is 0, whatever came before and however old the weights were. ``sampling_z`` is the sum
+    of d in standard deviations. Positive: likely tokens came too often, as at a lower temperature, or with top-p.
+    ``sampling_temperature`` is the temperature that explains the mean, as a multiple of the policy's, to first order:
+    the derivative of the expected log-probability by the inverse temperature is its variance.
+
+    Args:
+        statistics: sums over tokens on which the policy was not trained yet.
+    """
+    sums = {name: float(statistics[name]) for name in ("tokens", "surplus", "surplus_squares") if name in statistics}
+    tokens, surplus, squares = sums.get("tokens", 0.0), sums.get("surplus", 0.0), sums.get("surplus_squares", 0.0)
+    variance = squares - surplus**2 / tokens if tokens else 0.0
+    if not variance > 0:
+        return {}
+    steeper = max(1 + surplus / squares, 1e-3)
+    return {
+        "sampling_z": surplus / math.sqrt(variance),
+        "sampling_temperature": 1 / steeper,
+    }
+
+
 _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch", "importance", "truncated")
 
 
@@ -279,6 +304,7 @@ def _statistics(
 ) -> Statistics:
     moved, apart = (new - proximal).double(), (proximal - engine).double()
     drift = (new - engine).double().clamp(-FARTHEST, FARTHEST).exp()
+    surplus = drift * (new + entropies).double()
     sums = {
         "tokens": mask,
         "entropy": entropies,
@@ -291,6 +317,8 @@ def _statistics(
         "truncated": truncated,
         "drift": drift,
         "drift_squares": drift.square(),
+        "surplus": surplus,
+        "surplus_squares": surplus.square(),
     }
     found = {name: torch.where(mask, value.double(), 0.0).sum() for name, value in sums.items()}
     nothing = torch.zeros(1, dtype=torch.float64, device=mask.device)  # of an empty batch there is no maximum

@@ -79,6 +79,10 @@ class Tally:
         """Returns the statistics as a person reads them; see :func:`~megaflow_hpc.training.trainer.losses.report`."""
         return losses.report(self._sums)
 
+    def sampling(self) -> dict[str, float]:
+        """Returns metrics of how tokens were sampled; see :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
+        return losses.sampling(self._sums)
+
     def mismatches(self) -> dict[str, float]:
         """Returns the mean mismatch by version, as metrics."""
         return {f"mismatch/version-{version}": apart / count for version, (apart, count) in self._versions.items()}

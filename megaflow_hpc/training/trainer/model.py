@@ -103,6 +103,7 @@ class Policy(torch.nn.Module):
         causal: the model of transformers, with LoRA's layers in it where asked for.
         adapter: peft's model around it, or ``None``.
         stored: the dtype in which the model directory holds weights, and in which versions are written.
+        temperature: divisor of the logits; the one at which tokens were sampled.
     """
 
     def __init__(self, causal: Any, source: Path) -> None:
@@ -111,6 +112,7 @@ class Policy(torch.nn.Module):
         self.source = source
         self.words = int(causal.get_input_embeddings().weight.shape[0])
         self.stored = causal.dtype
+        self.temperature = 1.0
         self._adapter: tuple[Any, ...] = ()  # in a tuple: it holds ``causal``, whose parameters are to be found once
 
     @property
@@ -151,7 +153,7 @@ class Policy(torch.nn.Module):
         cap = getattr(config, "final_logit_softcapping", None)
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        every = torch.log_softmax(logits, -1)
+        every = torch.log_softmax(logits / self.temperature, -1)
         return every.gather(-1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def trained(self) -> Iterator[tuple[str, Any]]:

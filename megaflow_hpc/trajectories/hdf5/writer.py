@@ -37,7 +37,7 @@ Mask = np.ndarray[Any, Any]
 
 _COPIED = (
     *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
-    *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "started_at", "finished_at"),
+    *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "constrained", "started_at", "finished_at"),
 )
 _TURN = tuple(c.name for c in COLUMNS.values() if c.group == "turns" and c.path not in NUMBERED)
 _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
@@ -271,7 +271,7 @@ class TrajectoryWriter:
         for sequence in trajectory.sequences:
             versions = _view(sequence.weight_versions, np.int32)
             mask = _view(sequence.loss_mask, np.uint8)
-            sampled = versions[mask == 1]
+            sampled = versions[versions >= 0]
             held["sequences/trajectory"].append(row)
             held["sequences/policy"].append(sequence.policy)
             held["sequences/weight_version_min"].append(sampled.min() if len(sampled) else -1)

@@ -215,15 +215,14 @@ def _sequence(number: int, sequence: TokenSequence) -> None:
     import numpy as np  # rank 0 reads journals of others only where there are any
 
     tokens, mask = np.frombuffer(sequence.tokens, np.int32), np.frombuffer(sequence.loss_mask, np.uint8)
-    sampled = mask == 1
     known = ~np.isnan(np.frombuffer(sequence.logprobs, np.float32))
     versions = np.frombuffer(sequence.weight_versions, np.int32)
     if mask.max() > 1 or tokens.min() < 0:
         raise ValueError(f"sequence {number} has a negative token, or a loss mask that is neither 0 nor 1")
-    if not np.array_equal(known, sampled):
-        raise ValueError(f"sequence {number} has log-probabilities of other tokens than it sampled")
-    if not np.array_equal(versions >= 0, sampled) or versions.min() < -1:
-        raise ValueError(f"sequence {number} has weight versions of other tokens than it sampled")
+    if (~known & (mask == 1)).any():
+        raise ValueError(f"sequence {number} has loss mask 1 without a log-probability")
+    if not np.array_equal(versions >= 0, known) or versions.min() < -1:
+        raise ValueError(f"sequence {number} has weight versions of other tokens than log-probabilities")
 
 
 def _shown(value: Any) -> str:

@@ -133,14 +133,13 @@ def _tokens(file: h5py.File) -> Iterator[str]:
     reported: set[str] = set()
     for first in range(0, len(file["tokens/id"]), _WINDOW):
         token, logprob, mask, version = (read(file[f"tokens/{name}"], first, first + _WINDOW) for name in names)
-        sampled = mask == 1
+        sampled = ~np.isnan(logprob)
         faults = {
             "/tokens/id: negative": token < 0,
             "/tokens/loss_mask: neither 0 nor 1": mask > 1,
-            "/tokens/logprob: NaN though sampled": sampled & np.isnan(logprob),
-            "/tokens/logprob: a number though not sampled": ~sampled & ~np.isnan(logprob),
-            "/tokens/weight_version: negative though sampled": sampled & (version < 0),
-            "/tokens/weight_version: not -1 though not sampled": ~sampled & (version != -1),
+            "/tokens/loss_mask: 1 without a log-probability": ~sampled & (mask == 1),
+            "/tokens/weight_version: negative with a log-probability": sampled & (version < 0),
+            "/tokens/weight_version: not -1 without a log-probability": ~sampled & (version != -1),
         }
         for fault, where in faults.items():
             if fault not in reported and (row := _first(where)) is not None:

@@ -24,7 +24,7 @@ def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict
     tokens: dict[str, tuple[NDArray[Any], Any]] = {
         "tokens": (flat.tokens, pad),
         "loss_mask": (flat.loss_mask, 0),
-        "logprobs": (np.where(flat.loss_mask == 1, flat.logprobs, np.float32(0)), 0),  # NaN × 0 is NaN
+        "logprobs": (np.where(np.isnan(flat.logprobs), np.float32(0), flat.logprobs), 0),  # NaN × 0 is NaN
         "weight_version": (flat.weight_versions, -1),
     }
     group, reward = source.column("trajectories/group_id"), source.column("trajectories/reward")

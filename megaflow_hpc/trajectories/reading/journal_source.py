@@ -152,7 +152,7 @@ class JournalSource:
             first, starts = values["trajectories/sequence_offset"][-1], values["sequences/token_offset"][-1:]
             for view in views:
                 starts.append(starts[-1] + len(view.tokens))
-                sampled = view.weight_versions[view.loss_mask == 1]
+                sampled = view.weight_versions[view.weight_versions >= 0]
                 versions = (int(sampled.min()), int(sampled.max())) if len(sampled) else (-1, -1)
                 for name, value in zip(_OF_SEQUENCE, (row, view.policy, *versions), strict=True):
                     values[f"sequences/{name}"].append(value)

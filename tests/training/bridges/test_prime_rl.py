@@ -148,7 +148,9 @@ def test_a_step_in_their_form_lies_as_their_packing_lays_it(tmp_path: Path) -> N
         assert len(batch.input_ids) > 1
     packed = ours[0]
     packed.weights[packed.mask == 1] = 0.5
-    assert prime_rl._micro_batch(packed, "sample").rl_weights == (0.5 * packed.mask).tolist()
+    weighted = prime_rl._micro_batch(packed, "sample", 0.7)
+    assert weighted.rl_weights == (0.5 * packed.mask).tolist()
+    assert set(weighted.temperatures) == {0.7}
 
 
 def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_no_step_twice(tmp_path: Path) -> None:

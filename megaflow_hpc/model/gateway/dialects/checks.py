@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from megaflow_hpc.model.gateway.dialects.base import BadRequest, expect_list, expect_object, expect_text
+from megaflow_hpc.model.gateway.dialects.schemas import check_progress
 from megaflow_hpc.model.json_text import LARGE, brackets
 from megaflow_hpc.texts import containers_at
 
@@ -30,6 +31,12 @@ SCHEMA_COUNT = 100_000
 """Largest ``maxLength``, ``minItems`` and the like."""
 ARGUMENTS_LENGTH, ARGUMENTS_BRACKETS, ARGUMENTS_VALUES = 2**22, 10_000, 100_000
 """Of a tool call's arguments: characters, objects and lists, and values."""
+_UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
+"""Looking around, and back at groups."""
+_KINDS = (r"\s", r"\S"), (r"\d", r"\D"), (r"\w", r"\W")
+_EXCLUDED = [rf"\[\^[^\]]*\{a}[^\]]*\{b}" for one in _KINDS for a, b in (one, one[::-1])]
+_NOTHING = re.compile("|".join([*_EXCLUDED, r"(?<!\\)\[\]"]))
+"""Classes that exclude a kind of character and all others, and empty ones."""
 _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
 
@@ -186,7 +193,8 @@ def structured_outputs(value: Any, field: str) -> dict[str, Any]:
 
 
 def compiled_schema(value: Any, field: str) -> Mapping[str, Any]:
-    """Passes a JSON schema that an engine may compile to a grammar: bounded in size, depth, counts and expressions."""
+    """Passes a JSON schema that an engine may compile to a grammar: bounded in size, depth, counts,
+    expressions and references."""
     bounded(expect_object(value, field), field, SCHEMA_BYTES)
     rest: list[Any] = [value]
     while rest:
@@ -203,8 +211,13 @@ def compiled_schema(value: Any, field: str) -> Mapping[str, Any]:
                         _pattern(pattern, f"{field}: patternProperties")
                 elif name == "$ref" and isinstance(given, str) and not given.startswith("#"):
                     raise BadRequest(f"{field}: $ref {_shown(given)} leads out of the schema")
+                elif name == "enum" and given == []:
+                    raise BadRequest(f"{field}: enum [] allows no value")
+                elif name == "multipleOf" and isinstance(given, int | float) and not given > 0:
+                    raise BadRequest(f"{field}: multipleOf {_shown(given)}: expected a number above 0")
                 elif name in _COUNTS and not isinstance(given, Mapping):
                     integer(0, SCHEMA_COUNT)(given, f"{field}: {name}")
+    check_progress(value, field, compiled=True)
     return dict(value)
 
 
@@ -300,6 +313,20 @@ def _pattern(pattern: str, field: str) -> None:
             f"{field}: {_shown(pattern)} is too large to compile; {PATTERN_LENGTH} characters, counts up to "
             f"{PATTERN_COUNT}, and counts of groups that multiply to {PATTERN_GROUPS} are allowed"
         )
+    if _UNKNOWN.search(pattern) or _NOTHING.search(pattern) or not _parses(pattern):
+        raise BadRequest(
+            f"{field}: {_shown(pattern)} is no expression that engines compile: it does not parse, looks around or "
+            "back, or holds a class without a character"
+        )
+
+
+def _parses(pattern: str) -> bool:
+    """Returns whether Python reads an expression, whose names of groups it writes otherwise."""
+    try:
+        re.compile(pattern.replace("(?<", "(?P<"))
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:

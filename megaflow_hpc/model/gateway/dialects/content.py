@@ -29,6 +29,7 @@ from megaflow_hpc.model.gateway.dialects.checks import (
     flag,
     text,
 )
+from megaflow_hpc.model.gateway.dialects.schemas import check_progress
 
 IMAGES = 100
 """Images of one request."""
@@ -171,6 +172,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     )
     if parameters is None:
         del offered["function"]["parameters"]
+    else:
+        check_progress(parameters, f"{where}.function.parameters", compiled=False)
     if function.get("strict") is not None:
         offered["function"]["strict"] = flag(function["strict"], f"{where}.function.strict")
     return offered

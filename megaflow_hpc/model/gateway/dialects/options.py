@@ -1,4 +1,4 @@
-"""Every option of a model call, by dialect: what reaches the engine, what is known and left out, what is refused.
+"""Every option of a model call, by dialect: what reaches the engine, what is left out, refused, or no free choice.
 
 An option that stands in no table is left out: clients bring new ones of their own with every version, and none of them
 reaches an engine. Two steps make the engine's request::
@@ -7,11 +7,14 @@ reaches an engine. Two steps make the engine's request::
 
 So what an engine gets is in :data:`CHAT` or :data:`COMPLETIONS` whatever API the agent speaks. An option is refused,
 and not left out, where an agent that gave it would go on with an answer to another question.
+
+The tables also say which options keep a policy from choosing its tokens freely (:attr:`Option.constrains`);
+:func:`constraints` finds them in a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +53,10 @@ class Option:
     """Why a value is refused, with the remedy."""
     harmless: Any = False
     """The value that is left out instead, as is every empty one: clients send defaults."""
+    constrains: str = ""
+    """When a call with it is constrained, so that its tokens get loss mask 0; empty: never."""
+    becomes: str = ""
+    """The option of a chat request that it is converted to, if that has another name."""
 
 
 def _all(option: Option, names: str) -> dict[str, Option]:
@@ -62,6 +69,7 @@ def _refused(why: str, names: str, harmless: Any = False) -> dict[str, Option]:
 
 DROPPED = Option(passed=False)
 _FLAG = Option(flag)
+DIFFERS = "it differs from the policy's `sampling`"
 _ENGINES = "is not passed on; set it for the whole engine by model.args of the campaign file"
 _RECORDED = "is not served: the call could not be recorded"
 
@@ -71,16 +79,16 @@ _SAMPLING: Mapping[str, Option] = {
     "n": Option(integer(1, ALTERNATIVES)),
     "seed": Option(integer(-(2**63), 2**63 - 1)),
     "stop": Option(texts(16, 1024)),
-    "temperature": Option(number(0, 2)),
-    "top_p": Option(number(0, 1)),
-    "top_k": Option(integer(-1, COUNT)),
-    "min_p": Option(number(0, 1)),
-    "frequency_penalty": Option(number(-2, 2)),
-    "presence_penalty": Option(number(-2, 2)),
-    "repetition_penalty": Option(number(0.01, 100)),
-    "logit_bias": Option(logit_bias),
-    "response_format": Option(response_format),
-    "structured_outputs": Option(structured_outputs),
+    "temperature": Option(number(0, 2), constrains=DIFFERS),
+    "top_p": Option(number(0, 1), constrains=DIFFERS),
+    "top_k": Option(integer(-1, COUNT), constrains=DIFFERS),
+    "min_p": Option(number(0, 1), constrains=DIFFERS),
+    "frequency_penalty": Option(number(-2, 2), constrains=DIFFERS),
+    "presence_penalty": Option(number(-2, 2), constrains=DIFFERS),
+    "repetition_penalty": Option(number(0.01, 100), constrains=DIFFERS),
+    "logit_bias": Option(logit_bias, constrains="it names a token"),
+    "response_format": Option(response_format, constrains="its type is not text"),
+    "structured_outputs": Option(structured_outputs, constrains="always"),
     **_all(_FLAG, "add_special_tokens skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"),
     **_all(_FLAG, "return_token_ids return_tokens_as_token_ids"),
     "stream": Option(flag, passed=False),
@@ -106,8 +114,8 @@ _SAMPLING: Mapping[str, Option] = {
 CHAT: Mapping[str, Option] = {
     **_SAMPLING,
     "messages": Option(content.messages),
-    "tools": Option(content.tools),
-    "tool_choice": Option(content.tool_choice),
+    "tools": Option(content.tools, constrains="a function is `strict`, and tool_choice is not none"),
+    "tool_choice": Option(content.tool_choice, constrains="it is required, or names a function"),
     "parallel_tool_calls": _FLAG,
     "max_completion_tokens": Option(integer(1, COUNT)),
     "logprobs": _FLAG,
@@ -130,9 +138,12 @@ COMPLETIONS: Mapping[str, Option] = {
 """``/v1/completions``."""
 
 _CONVERTED: Mapping[str, Option] = {
-    **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p")},
+    **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k")},
     "stream": _FLAG,
-    "tools": Option(expect_list),
+    "tools": Option(expect_list, becomes="tools"),
+    # vLLM's own, which the APIs themselves do not have.
+    **_all(DROPPED, "kv_transfer_params ec_transfer_params cache_salt mm_payload return_mm_kwargs watermarking"),
+    **_all(DROPPED, "vllm_xargs priority media_io_kwargs mm_processor_kwargs chat_template_kwargs"),
 }
 
 MESSAGES: Mapping[str, Option] = {
@@ -140,29 +151,37 @@ MESSAGES: Mapping[str, Option] = {
     "max_tokens": Option(integer(1, COUNT)),
     "messages": Option(expect_list),
     "system": Option(lambda value, field: value if isinstance(value, str) else expect_list(value, field)),
-    "top_k": _SAMPLING["top_k"],
-    "stop_sequences": Option(texts(16, 1024)),
-    **_all(Option(expect_object), "tool_choice output_config output_format"),
+    "stop_sequences": Option(texts(16, 1024), becomes="stop"),
+    "tool_choice": Option(expect_object, becomes="tool_choice"),
+    **_all(Option(expect_object, becomes="response_format"), "output_config output_format"),
     **_all(DROPPED, "metadata service_tier thinking context_management cache_control betas speed inference_geo"),
     # What runs at Anthropic is not offered to the model.
     **_all(DROPPED, "container mcp_servers"),
 }
 """``/v1/messages`` and ``/v1/messages/count_tokens``; how a model thinks is the campaign's matter."""
 
+RESPONSES_SAMPLING = (
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "logit_bias"),
+    "structured_outputs",
+)
+"""Options of a chat request that vLLM's responses API has too, under the same name."""
+
 RESPONSES: Mapping[str, Option] = {
     **_CONVERTED,
     "input": Option(lambda value, field: value if isinstance(value, str) else expect_list(value, field)),
     "instructions": Option(expect_text),
-    "max_output_tokens": Option(integer(1, COUNT)),
-    "text": Option(expect_object),
-    "tool_choice": Option(lambda value, field: value),
+    "max_output_tokens": Option(integer(1, COUNT), becomes="max_tokens"),
+    "text": Option(expect_object, becomes="response_format"),
+    "tool_choice": Option(lambda value, field: value, becomes="tool_choice"),
     "parallel_tool_calls": _FLAG,
+    **{name: _SAMPLING[name] for name in RESPONSES_SAMPLING},
+    **_all(DROPPED, "include_reasoning request_id session_id skip_special_tokens include_stop_str_in_output"),
     **_all(DROPPED, "reasoning include store metadata service_tier truncation user safety_identifier client_metadata"),
     **_all(DROPPED, "prompt_cache_key prompt_cache_retention stream_options max_tool_calls top_logprobs"),
-    **_all(DROPPED, "context_management"),
+    **_all(DROPPED, "context_management enable_response_messages ignore_eos stop_token_ids"),
     **_refused(
         "nothing is kept between requests here; send the whole conversation as input",
-        "previous_response_id conversation background prompt",
+        "previous_response_id conversation background prompt previous_input_messages",
     ),
 }
 """``/v1/responses``."""
@@ -216,3 +235,37 @@ def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[s
         if answers > ALTERNATIVES:
             raise BadRequest(f"n: {answers} answers for all prompts; {ALTERNATIVES} are allowed")
     return found
+
+
+Constraint = tuple[str, Any, str]
+"""An option, its value, and what a free call has instead."""
+
+
+def constraints(request: Mapping[str, Any], settings: Mapping[str, float]) -> list[Constraint]:
+    """Returns the options of an engine's request under which its tokens are not the policy's free choice.
+
+    Args:
+        request: As :func:`engine_request` returned it.
+        settings: The policy's sampling settings.
+    """
+    found: list[Constraint] = []
+    for name, value in request.items():
+        if name in settings:
+            off = name == "top_k" and value in (0, -1)
+            if (-1 if off else value) != settings[name]:
+                found.append((name, value, f"{settings[name]:g}"))
+        elif name in CAUSES and CAUSES[name](value):
+            found.append((name, value, "none"))
+    if request.get("tool_choice") == "none":  # the model is offered tools, and cannot be held to one
+        found = [constraint for constraint in found if constraint[0] != "tools"]
+    return found
+
+
+CAUSES: Mapping[str, Callable[[Any], bool]] = {
+    "logit_bias": bool,
+    "response_format": lambda value: value["type"] != "text",
+    "structured_outputs": lambda value: True,
+    "tool_choice": lambda value: value not in ("none", "auto"),
+    "tools": lambda value: any(tool["function"].get("strict") for tool in value),
+}
+"""Option beside the sampling settings → whether a value, checked already, constrains the tokens."""

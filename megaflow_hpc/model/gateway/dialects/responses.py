@@ -34,7 +34,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
 )
 from megaflow_hpc.model.gateway.dialects.chat import error
 from megaflow_hpc.model.gateway.dialects.checks import written_arguments
-from megaflow_hpc.model.gateway.dialects.options import RESPONSES, allowed
+from megaflow_hpc.model.gateway.dialects.options import RESPONSES, RESPONSES_SAMPLING, allowed
 from megaflow_hpc.model.gateway.meaning import RAW_ARGUMENT, arguments_of
 
 __all__ = ["answer", "error", "error_event", "events", "request"]
@@ -48,7 +48,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 def request(body: Mapping[str, Any]) -> dict[str, Any]:
     given = allowed(RESPONSES, body)
     asked: dict[str, Any] = {"messages": _messages(given)}
-    asked |= {k: given[k] for k in ("model", "temperature", "top_p") if k in given}
+    asked |= {k: given[k] for k in ("model", "temperature", "top_p", "top_k", *RESPONSES_SAMPLING) if k in given}
     if "max_output_tokens" in given:
         asked["max_tokens"] = given["max_output_tokens"]
     form = expect_object(given.get("text", {}).get("format") or {}, "text.format")
