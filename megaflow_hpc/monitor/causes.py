@@ -64,8 +64,8 @@ def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
             task, _ = without_round(event.id.rsplit("/", 2)[0])
             found.setdefault(task, []).append(event)
     return [
-        f"task {task}: its verifier failed for all {len(events)} rollouts, which have reward 0; see that its solution "
-        f"gets 1 (megaflow-hpc tasks validate); the first: {events[0].id}: {events[0].error}"
+        f"task {task}: its verifier failed for all its rollouts ({len(events)}), which have reward 0; see that its "
+        f"solution gets 1 (megaflow-hpc tasks validate); the first: {events[0].id}: {events[0].error}"
         for task, events in found.items()
         if all(event.kind == "verifier" for event in events)
     ]

@@ -277,7 +277,7 @@ def test_a_campaign_runs_both_kinds_and_stores_whose_fault_a_failure_is(
     result = json.loads(done.stdout)
     assert result["failures"] == {"user": 1}
     (warning,) = result["warnings"]
-    assert "task Broken: its verifier failed for all 1 rollouts, which have reward 0" in warning
+    assert "task Broken: its verifier failed for all its rollouts (1), which have reward 0" in warning
     with open_trajectories(result["run"]) as store:
         rows = [store[index] for index in range(len(store))]
         rewards = {row.id: row.reward for row in rows if row.status == "completed"}
