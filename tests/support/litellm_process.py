@@ -8,6 +8,7 @@ Run by that environment's Python. A line of JSON on stdin is a request, ``{"id",
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -78,4 +79,6 @@ if __name__ == "__main__":
     litellm.suppress_debug_info = True
     litellm.telemetry = False
     say({"ready": version("litellm")})
-    asyncio.run(serve())
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+    os._exit(0)  # whatever threads its libraries keep

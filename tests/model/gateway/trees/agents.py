@@ -265,7 +265,7 @@ class Agent:
 
     def _title(self) -> None:
         agent = self.tree.agent(f"{self.path}.t{self.calls}")
-        told = self.history[min(1, len(self.history) - 1)].text
+        told = self.history[min(1, len(self.history) - 1)].text or "Nothing."
         agent.history = [Said("system", "Give a title."), Said("user", told)]
         self.tree.aside(agent.ask(Request(agent._model(), 0, list(agent.history), tools=False)))
 

@@ -100,27 +100,27 @@ class Oracle:
                 continue
             expect(text.strip() == sent_text.strip(), at, asked, sent)
             calls = [(plain_id(c.id), c.name, c.values) for c in sent.calls]
-            written = [] if origin is None else calls_of(origin.message)
-            allowed = [calls, [(call[0], own[1], own[2]) for call, own in zip(calls, written, strict=False)]]
-            expect([(plain_id(call[0]), *call[1:]) for call in calls_of(asked)] in allowed, at, asked, sent)
-            thoughts = {sent.thought} if sent.thought else self._thoughts(said, place, origin)
+            meant_by = self._meant_by(said, place, origin)
+            restored = [[(a[0], *b) for a, b in zip(calls, values_of(each.message), strict=False)] for each in meant_by]
+            told = [(plain_id(call[0]), *call[1:]) for call in calls_of(asked)]
+            expect(told in (calls, *restored), at, asked, sent)
+            thoughts = {sent.thought} if sent.thought else {"", *(thought_of(each.message) for each in meant_by)}
             expect(thought_of(asked) in thoughts, at, "the thought", thought_of(asked), "is none of", thoughts, sent)
         self._check_prompt(one)
 
-    def _thoughts(self, said: Sequence[Said], place: int, origin: Given | None) -> set[str]:
-        """Returns what an answer that is handed back without its thought may get for one."""
+    def _meant_by(self, said: Sequence[Said], place: int, origin: Given | None) -> list[Given]:
+        """Returns the answers that a message may be: its own, or if nobody can tell, all that say the same there."""
         before = [meant(each) for each in said[:place]]
-        own = {""} if origin is None else {"", thought_of(origin.message)}
-        if origin is not None and [meant(each) for each in self.exchanges[origin.call].request.messages] == before:
-            return own
-        # The client wrote it, or moved it here. If the engine said the very same here, nobody can tell.
-        found = own
-        for one in self.given:
+
+        def here(one: Given) -> bool:
             earlier = self.exchanges[one.call].request.messages
-            same = text_of(one.message).strip() == said[place].text.strip()
-            if same and len(earlier) == place and [meant(each) for each in earlier] == before:
-                found.add(thought_of(one.message))
-        return found
+            return len(earlier) == place and [meant(each) for each in earlier] == before
+
+        if origin is not None and here(origin):
+            return [origin]
+        # The client wrote it, or moved it here.
+        same = [one for one in self.given if text_of(one.message).strip() == said[place].text.strip() and here(one)]
+        return same if origin is None else [origin, *same]
 
     def _check_prompt(self, one: Given) -> None:
         """Sampled ids in a prompt are of an answer that says what the engine was asked at that place."""
