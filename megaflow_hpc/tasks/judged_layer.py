@@ -9,6 +9,7 @@ directory is ``/root``), they get an empty one of their own.
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +59,6 @@ class JudgedLayer:
         self._given = root | dict(sandbox.spec.env) | dict(env)
         self._variables = {"HOME": home_of(sandbox.spec)} | self._given
         self._sifted = Sifted()
-        self._taken: list[str] | None = None
 
     async def start(self, spec: SandboxSpec) -> None:
         """Starts the tests' container on the layer.
@@ -71,7 +71,7 @@ class JudgedLayer:
         shown = (os.fsdecode(entry).partition("=") for entry in environment(self._sandbox.pid or 0))
         self._variables |= {name: value for name, _, value in shown} | self._given
         if self._depends() != assumed:  # the image has directories of programs, or a home, of its own
-            await self._sandbox.restart(self.spec(spec), self._enter_again)
+            await self._sandbox.restart(self.spec(spec), self.enter)
 
     async def start_when_used(self) -> None:
         """Ends every process; the next command starts the tests' container."""
@@ -88,15 +88,12 @@ class JudgedLayer:
         return replace(spec, env={**spec.env, "HOME": OWN_HOME}, binds=(*spec.binds, f"{own}:{OWN_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
-        """Makes the layer the tests'."""
+        """Makes the layer the tests'; one that an earlier try has left so is made the agent's first."""
+        self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
-            aside = _aside(paths)
-            cut_short = aside.exists()  # a verification before this one: tests have had this layer
-            spare = aside.with_name("tried") if cut_short else aside
-            self._taken = upperdir.keep_only(paths.upper, spare, self._sifted.kept, paths.image)
-            if cut_short:
-                remove_tree(spare)
+            taken = upperdir.keep_only(paths.upper, _aside(paths), self._sifted.kept, paths.image)
+            _note(paths).write_text(json.dumps(taken))
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
@@ -105,14 +102,11 @@ class JudgedLayer:
         self._put_back(paths)
         upperdir.restore(paths.upper, paths.image, self._kept)
 
-    def _enter_again(self, paths: LayerPaths) -> None:
-        self._put_back(paths)
-        self.enter(paths)
-
-    def _put_back(self, paths: LayerPaths) -> None:
-        if self._taken is not None:
-            upperdir.put_back(paths.upper, _aside(paths), self._taken)
-            self._taken = None
+    @staticmethod
+    def _put_back(paths: LayerPaths) -> None:
+        if _note(paths).exists():
+            upperdir.put_back(paths.upper, _aside(paths), json.loads(_note(paths).read_text()))
+            _note(paths).unlink()
 
     @property
     def note(self) -> str:
@@ -151,6 +145,11 @@ def home_of(spec: SandboxSpec) -> str:
 
 def _aside(paths: LayerPaths) -> Path:
     return paths.upper.with_name("agent")
+
+
+def _note(paths: LayerPaths) -> Path:
+    """The file that lists what was taken from the layer set aside."""
+    return paths.upper.with_name("agent.json")
 
 
 def _relative(paths: Iterable[str]) -> list[str]:
