@@ -197,13 +197,13 @@ class Table:
     def _resolve(self, name: str, match: re.Match[str], passed: set[str] | None) -> str:
         allowed = {word.strip() for word in os.environ.get(PASSED, "").split(",")}
         value = os.environ.get(match[1]) if match[1] in allowed else None
-        if value is not None and passed is None:
+        if passed is None and (value is not None or match[2] is None):
+            remedy = f"take {match[1]} out of {PASSED}" if value is not None else "give a default in the task"
             raise self.error(
                 name,
                 match[0],
                 "no variable of yours, which agents could read here. Only a verifier in a sandbox of its own gets one: "
-                'move it to [verifier.env] of a task with [verifier] environment_mode = "separate", or take '
-                f"{match[1]} out of {PASSED}",
+                f'move it to [verifier.env] of a task with [verifier] environment_mode = "separate", or {remedy}',
             )
         if value and passed is not None:
             passed.add(value)
