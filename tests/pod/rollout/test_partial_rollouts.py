@@ -73,6 +73,8 @@ def start(tmp_path: Path, make_campaign: Make) -> Begin:
         (tmp_path / "answers.yaml").write_text(json.dumps({"tasks": [easy], "default": answers}))
         test = f'[ "$(cat log)" = "$(printf "one\\ntwo\\nthree")" ] && [ -d /{mark} ] && [ ! -e /etc/issue ]'
         path = make_campaign(tasks, extra, agent="mini-swe-agent", test=test)
+        # The tests look at what was kept outside the work directory too.
+        path.write_text(path.read_text().replace("network: none", "network: none, verification: as-left"))
         reward = "then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
         files = {
             "task.toml": STEPS,
