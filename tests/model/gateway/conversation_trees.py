@@ -41,7 +41,7 @@ class Outcome:
         """Trees with what is wrong with them."""
 
 
-async def grow(seed: int, first: int, trees: int, litellm: Path | None, log: bool = False) -> Outcome:
+async def grow(seed: int, first: int, trees: int, litellm: Path | None = None, log: bool = False) -> Outcome:
     """Grows trees and compares all that is stored of them with what the engine knows.
 
     Args:

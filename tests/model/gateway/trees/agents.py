@@ -189,7 +189,7 @@ class Agent:
             return None
         tree.left -= 1
         self.calls += 1
-        request.call = 100_000 + zlib.crc32(f"{self.path}/{self.calls}".encode()) % 2**30
+        request.call = 100_000 + zlib.crc32(f"{tree.seed}/{self.path}/{self.calls}".encode()) % 2**30
         request.stream, request.parts = self.chance(0.5, "streams"), self.chance(0.2)
         maker = self.kind[0]
         if maker == "litellm" and request.stream:

@@ -60,11 +60,14 @@ class Oracle:
     """
 
     def __init__(self, given: Sequence[Given], exchanges: Sequence[Exchange], policy: str) -> None:
-        self.given, self.policy = list(given), policy
-        self._known: dict[Callable[[Given], Key], list[Key]] = {}
+        self.policy = policy
         self.exchanges = {exchange.request.call: exchange for exchange in exchanges}
-        self.answers = {(one.call, one.choice): one for one in given}
-        twice = [one for one in given if self.answers[one.call, one.choice] is not one]
+        self.given = [
+            one for one in given if one.call in self.exchanges
+        ]  # another's may come late: its client has left
+        self._known: dict[Callable[[Given], Key], list[Key]] = {}
+        self.answers = {(one.call, one.choice): one for one in self.given}
+        twice = [one for one in self.given if self.answers[one.call, one.choice] is not one]
         expect(not twice, "a call was made twice:", *twice[:1], *(self.exchanges[one.call] for one in twice[:1]))
 
     def got(self, one: Given) -> bool:
