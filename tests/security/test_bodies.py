@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import gzip
 import json
 import random
 import re
 import subprocess
 import sys
-import threading
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,11 @@ import pytest
 
 from megaflow_hpc.model import json_pieces, json_text
 from megaflow_hpc.model.aside import ASIDE, aside, asker
-from megaflow_hpc.model.gateway.connection import Broken, Connections
 from megaflow_hpc.model.gateway.dialects import messages
 from megaflow_hpc.model.gateway.dialects.base import BadRequest
 from megaflow_hpc.model.gateway.dialects.content import messages as checked_messages
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
 from megaflow_hpc.model.gateway.meaning import digest
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
 from megaflow_hpc.model.gateway.share import Share
 from megaflow_hpc.model.json_pieces import TooMuch
 from megaflow_hpc.model.json_text import REQUEST, check_values, decoded, effort, encoded, packed, parsed
@@ -295,44 +291,6 @@ def test_values_are_counted_outside_of_strings() -> None:
 # --- large documents beside the loop ---
 
 
-def _turns_during(work: Callable[[], Awaitable[Any]]) -> int:
-    """Turns that an event loop makes for others while it waits for some work."""
-
-    async def both() -> int:
-        task, turns = asyncio.ensure_future(work()), 0
-        while not task.done():
-            await asyncio.sleep(0)
-            turns += 1
-        await task
-        return turns
-
-    return asyncio.run(both())
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["A" * 24 * MIB, "x = {\"a\": [1, 'b']}\n\\" * MIB, "ä\U0001f600" * 2 * MIB],
-    ids=["plain", "escapes", "wide"],
-)
-def test_an_event_loop_goes_on_while_a_large_body_is_decoded_and_encoded(content: str) -> None:
-    """A decoder that keeps the interpreter's lock would leave it a turn or two."""
-    body = {"messages": conversation(content)}
-    raw = json.dumps(body, ensure_ascii=False).encode()
-    found: list[Any] = []
-
-    async def decoding() -> None:
-        found.append(await aside(len(raw), decoded, bytearray(raw)))
-
-    async def encoding() -> None:
-        found.append(b"".join(await aside(len(raw), encoded, body)))
-
-    for work, made in ((decoding, body), (encoding, packed(body))):
-        # On a busy machine a loop gets few turns now and then; beside a decoder that keeps the lock it never gets more.
-        assert any(_turns_during(work) > len(raw) // MIB for _ in range(5))
-        assert all(each == made for each in found)
-        found.clear()
-
-
 async def _ended(works: list[tuple[str, str, int]]) -> list[str]:
     """Names of works in the order of their ends: each is an asker's, and decodes so many MiB; begun one by one."""
     order: list[str] = []
@@ -357,65 +315,6 @@ def test_who_sends_many_large_bodies_has_one_turn_as_others_have() -> None:
     order = asyncio.run(_ended([*many, ("ordinary", "b", 3)]))
     assert order.index("ordinary") <= 3
     assert [name for name in order if name != "ordinary"] == [name for name, _, _ in many]
-
-
-@in_loop
-async def test_who_hangs_up_has_no_second_body_worked_on_meanwhile() -> None:
-    at_once = most = 0
-    gate = threading.Event()
-
-    def work() -> None:
-        nonlocal at_once, most
-        at_once += 1
-        most = max(most, at_once)
-        gate.wait(60)
-        at_once -= 1
-
-    tasks = []
-    for _ in range(5):
-        tasks.append(asyncio.create_task(aside(2 * MIB, work)))
-        await asyncio.sleep(0.01)
-        tasks[-1].cancel()
-    last = asyncio.create_task(aside(2 * MIB, work))
-    await asyncio.sleep(0)
-    gate.set()
-    await last
-    assert (most, at_once) == (1, 0)
-
-
-@in_loop
-async def test_who_hangs_up_while_what_is_no_json_is_decoded_costs_no_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    gate = threading.Event()
-
-    def work() -> None:
-        gate.wait(60)
-        raise ValueError("no JSON")
-
-    task = asyncio.create_task(aside(2 * MIB, work))
-    await asyncio.sleep(0.01)
-    task.cancel()
-    await asyncio.sleep(0)
-    gate.set()
-    await aside(2 * MIB, int)
-    del task
-    gc.collect()
-    assert not caplog.records
-
-
-@in_loop
-async def test_who_leaves_while_a_large_request_is_written_costs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", limit=1)
-    port = server.sockets[0].getsockname()[1]
-    connections = Connections()
-    body = [b"a" * MIB] * 64
-    with pytest.raises(Broken, match="no answer within"):
-        await connections.post(f"http://127.0.0.1:{port}/", body, key="k", timeout_s=0.5)
-    server.close()
-    await asyncio.sleep(0.1)
-    gc.collect()
-    assert not caplog.records
 
 
 @in_loop
@@ -464,61 +363,11 @@ def _value(decode: Callable[[bytes | bytearray], Any], raw: bytearray) -> str:
 
 
 @pytest.mark.parametrize(
-    ("value", "pauses"),
-    [
-        ({"x": list(range(900_000))}, 100),
-        ({"x": [[]] * 90_000, "y": "a" * 4 * MIB}, 100),
-        ({"messages": conversation(*["a" * 33_000] * 200)}, 100),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a\n" * 11_000}] * 500}]}, 100),
-        ({"messages": conversation(*["hi"] * 90_000)}, 100),
-    ],
-    ids=["numbers", "small arrays beside a text", "texts of 33 KB", "texts that escapes make long", "messages"],
-)
-def test_the_loop_has_its_turn_whatever_makes_a_document_large(
-    value: Any, pauses: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two pauses lies a bounded number of bytes and values, so that there are many of them."""
-    raw = bytearray(packed(value))
-    given = 0
-
-    def count() -> None:
-        nonlocal given
-        given += 1
-
-    def longest(data: bytes | bytearray) -> Any:
-        assert len(data) <= MIB
-        return parsed(data)
-
-    def whole(part: Any, *, sort_keys: bool = False) -> bytes:
-        found = packed(part, sort_keys=sort_keys)
-        assert len(found) <= 2 * MIB
-        return found
-
-    for module in (json_text, json_pieces):
-        monkeypatch.setattr(module, "give_way", count)
-    monkeypatch.setattr(json_text, "parsed", longest)
-    monkeypatch.setattr(json_text, "packed", whole)
-    assert decoded(raw) == value
-    assert given > pauses
-    given = 0
-    assert b"".join(encoded(value)) == raw
-    assert given > pauses
-
-
-@pytest.mark.parametrize(
     "body", [b"1" * 7 * MIB, b"[1," + b" " * 7 * MIB + b"1]"], ids=["a number of seven megabytes", "as much space"]
 )
 def test_a_number_or_space_without_end_is_refused_before_a_decoder_has_it(body: bytes) -> None:
     with pytest.raises(TooMuch, match="a number, or space, of 8 KiB and more"):
         decoded(body)
-
-
-def test_small_arrays_count_for_the_time_that_they_take() -> None:
-    """A body of a few hundred kilobytes of them would be dealt with on the loop, as a megabyte of text is."""
-    lists = b'{"x":[' + b"[]," * 90_000 + b"[]]}"
-    assert effort(lists) > ASIDE > len(lists)
-    text = packed({"messages": conversation("x = [1, {2: 3}]\n" * 30_000)})
-    assert effort(text) - len(text) < 10_000  # what stands in texts is none
 
 
 @pytest.mark.parametrize(
@@ -535,28 +384,6 @@ def test_small_arrays_count_for_the_time_that_they_take() -> None:
 def test_many_objects_of_a_small_body_are_dealt_with_beside_the_loop(body: Any) -> None:
     raw = packed(body)
     assert effort(raw) > ASIDE > len(raw)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ['{"a": "%s"}' % ("[" * 4_000_000), '{"a": "%s"}' % ("\\n" * 2_000_000), '{"a": "%s"}' % ("a" * 4_000_000)],
-    ids=["brackets", "escapes", "letters"],
-)
-def test_the_loop_has_its_turn_whatever_arguments_an_agent_hands_back(arguments: str) -> None:
-    """Neither a check nor the comparison with earlier answers has an interpreter's lock for long."""
-    given = [called(*[arguments] * 15)]
-    size = len(packed(given))
-    known = Sample([1], [2], [0.0], message=called("{}"))
-    recorder = Recorder("default")
-    recorder.add(known, [])
-    restored: list[Any] = []
-
-    async def work() -> None:
-        passed = await aside(size, checked_messages, given, "messages")
-        restored.append(await aside(size, recorder.restore, passed))
-
-    assert _turns_during(work) > 300
-    assert restored == [given]
 
 
 def test_arguments_of_many_values_are_refused_before_a_decoder_has_them() -> None:

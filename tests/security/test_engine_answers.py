@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.gateway import connection, http_messages
+from megaflow_hpc.model.gateway import connection
 from megaflow_hpc.model.gateway.connection import MAX_ANSWER, SMALL_ANSWER, Connections, TooLong
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.gateway.share import Share
@@ -237,48 +235,6 @@ async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(held) == ["a", "b", "other"]
         connections.close()
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("patience", ["agents", "answers"])
-@in_loop
-async def test_an_agent_that_takes_no_answer_holds_up_nothing_but_its_own(
-    streamed: bool, patience: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither its rollout's other calls nor the server that answers those wait longer than a bound."""
-    if patience == "agents":
-        monkeypatch.setattr(http_messages, "TAKEN_S", 3.0)
-    else:
-        monkeypatch.setattr(connection, "PLACE_S", 0.5)
-    tokens = list(range(80_000))  # 16 MB of log-probabilities, more than the kernel takes for an agent that reads none
-    large = changed(token_ids=tokens, logprobs={"content": [{**SCORES[0], "token": "a" * 128}] * len(tokens)})
-    async with engine(whole(large)) as asked, ModelGateway(wait_s=20) as gateway:
-        gateway.update_endpoints([record(asked.port)])
-        model = await gateway.open("t/p/0", "p")
-        writer = await asked_and_left(model, stream=streamed, logprobs=True)
-        while asked.asked < 1 or not gateway._by_id["t/p/0"].share._answers.locked():
-            await asyncio.sleep(0.01)
-        async with asyncio.timeout(30):
-            status, text = await call(model)
-        assert status == (200 if patience == "agents" else 400), text[:500]
-        assert gateway._caller.router.all()[0].failures == 0
-        assert gateway.call_failure("t/p/0") == ""
-        writer.transport.abort()
-
-
-async def asked_and_left(model: ModelEndpoint, **more: Any) -> asyncio.StreamWriter:
-    """Asks, and never reads what is answered."""
-    place = urlsplit(model.base_url)
-    own = socket.socket()
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    own.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(own, (place.hostname, place.port))
-    _, writer = await asyncio.open_connection(sock=own, limit=1024)
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **more}).encode()
-    head = f"POST {place.path}/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {model.api_key}\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    await writer.drain()
-    return writer
 
 
 async def one_let_through(task: asyncio.Task[None], held: list[str]) -> None:

@@ -7,10 +7,8 @@ import ctypes
 import functools
 import gzip
 import json
-import math
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import zlib
@@ -23,7 +21,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from megaflow_hpc.cli import main
 from megaflow_hpc.config import read_yaml
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
+from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import export
 from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
 from megaflow_hpc.trajectories.journal.frames import frame_head
@@ -34,10 +32,6 @@ from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.maintenance.disk_usage import of_file
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn
-from megaflow_hpc.types import Artifact
-from tests.support.harbor_tasks import TOML, write_task
-from tests.support.journals import digests
 from tests.support.samples import commit, run_dir, trajectory
 from tests.support.warm import WarmPython
 
@@ -98,21 +92,12 @@ def _filtered(code):
     return change
 
 
-def _committed(file, secret):
-    del file["tokens/id"]
-    file["tokens/id"] = np.dtype("i4")
-
-
 def _attribute(name, value, **options):
     def change(file, secret):
         del file.attrs[name]
         file.attrs.create(name, value, **options)
 
     return change
-
-
-def _loop(file, secret):
-    file["tokens/again"] = file["tokens"]
 
 
 def _replaced(path, **options):
@@ -129,35 +114,15 @@ ATTACKS = {
     "an external link": _link("messages/json", lambda secret: h5py.ExternalLink(str(secret), "/messages/json")),
     "a group that is an external link": _link("tokens", lambda secret: h5py.ExternalLink(str(secret), "/tokens")),
     "a soft link": _link("messages/json", h5py.SoftLink("/artifacts/bytes")),
-    "a soft link to itself": _link("messages/json", h5py.SoftLink("/messages/json")),
     "a virtual data set": _virtual,
     "an external link among the rewards": _link(
         "rewards/tests", lambda secret: h5py.ExternalLink(str(secret), "/rewards/tests")
     ),
-    "a group within itself": _loop,
-    "a group for a column": lambda file, secret: (file.__delitem__("tokens/id"), file.create_group("tokens/id/x")),
-    "a type for a column": _committed,
     "a filter by its number": _filtered(32042),
-    "a filter of h5py's own": _replaced("tokens/id", chunks=(100,), compression="lzf"),
-    "scale and offset": _replaced("tokens/id", chunks=(100,), scaleoffset=0),
     "10^12 rows in a kilobyte": _replaced("trajectories/reward", shape=(10**12,), chunks=(1 << 16,)),
-    "3 GB of messages": _replaced("messages/json", shape=(3 << 30,), chunks=(1 << 20,), compression="gzip"),
     "one chunk of 2 GB": _replaced("tokens/id", shape=(8,), maxshape=(None,), chunks=(1 << 29,), compression="gzip"),
-    "strings of a gigabyte": lambda file, secret: _replace(
-        file, "trajectories/node", shape=file["trajectories/node"].shape, dtype=h5py.string_dtype("utf-8", 1 << 30)
-    ),
     "object references": _replaced("trajectories/rank", shape=(8,), dtype=h5py.ref_dtype),
-    "region references": _replaced("trajectories/rank", shape=(8,), dtype=h5py.regionref_dtype),
-    "lists of numbers": _replaced("trajectories/rank", shape=(8,), dtype=h5py.vlen_dtype("i4")),
-    "a compound": _replaced("trajectories/rank", shape=(8,), dtype=np.dtype([("a", "i4"), ("b", "i4")])),
-    "numbers for text": _replaced("trajectories/node", data=np.zeros(8)),
-    "text for numbers": _replaced("tokens/id", data=np.array([b"x"] * 8)),
-    "two dimensions": _replaced("tokens/id", data=np.zeros((2, 2), "i4")),
-    "columns of two lengths": _replaced("trajectories/rank", data=np.zeros(9, "i4")),
-    "rewards of another length": _replaced("rewards/tests", data=np.zeros(9, "f4")),
     "a list for an attribute": _attribute("campaign", ["x"] * 100_000, dtype=h5py.string_dtype()),
-    "a reference for an attribute": _attribute("sources", h5py.Reference(), dtype=h5py.ref_dtype),
-    "a number for an attribute": _attribute("sources", 3),
 }
 
 
@@ -179,13 +144,9 @@ READERS = {
     "compact": lambda path, work: compact(path, work / "out.h5"),
     "anonymise": lambda path, work: anonymise(path, work / "out.h5"),
 }
-MERELY_WRONG = {
-    *("numbers for text", "text for numbers", "two dimensions", "columns of two lengths", "rewards of another length")
-}
-"""What ``validate`` tells in words instead of refusing: it is no danger."""
 
 
-def test_every_reader_refuses_it(crafted, tmp_path, request):
+def test_every_reader_refuses_it(crafted, tmp_path):
     for name, reader in READERS.items():
         with pytest.raises(ConfigError, match=r"crafted\.h5") as refused:
             reader(crafted, tmp_path)
@@ -195,18 +156,11 @@ def test_every_reader_refuses_it(crafted, tmp_path, request):
     assert not (tmp_path / "out.h5").exists()
 
 
-def test_no_check_of_it_says_that_it_is_well(crafted, request):
-    merely = request.node.callspec.params["crafted"] in MERELY_WRONG
-    if merely:
-        assert validate(crafted)
-    else:
+def test_no_check_of_it_says_that_it_is_well(crafted):
+    for check in (validate, verify, of_file):
         with pytest.raises(ConfigError, match=r"crafted\.h5"):
-            validate(crafted)
-        with pytest.raises(ConfigError):
-            verify(crafted)
-        with pytest.raises(ConfigError):
-            of_file(crafted)
-    assert main(["validate", str(crafted)]) == (1 if merely else 2)
+            check(crafted)
+    assert main(["validate", str(crafted)]) == 2
 
 
 def test_a_run_directory_is_read_without_it(crafted, run):
@@ -282,19 +236,6 @@ def _bomb(path):
     return change
 
 
-def _shared_string(file):
-    """A megabyte of text that every row of the column names."""
-    path = "trajectories/error"
-    rows, text = 8, "x" * (1 << 20)
-    del file[path]
-    column = file.create_dataset(path, (rows,), h5py.string_dtype(), chunks=(1024,), maxshape=(None,), compression=1)
-    column[0] = text
-    file.flush()
-    _, raw = column.id.read_direct_chunk((0,))
-    entry = zlib.decompress(raw)[:16]
-    column.id.write_direct_chunk((0,), zlib.compress(entry * 1024))
-
-
 def _put(path, row, value):
     def change(file):
         file[path][row] = value
@@ -317,24 +258,13 @@ def _messages(text: bytes):
 DAMAGE = {
     "ids that inflate to half a gigabyte": _bomb("tokens/id"),
     "text that inflates to half a gigabyte": _bomb("messages/json"),
-    "names that inflate to half a gigabyte": _bomb("trajectories/node"),
-    "offsets that inflate to half a gigabyte": _bomb("trajectories/sequence_offset"),
-    "references that inflate to half a gigabyte": _bomb("trajectories/error"),
-    "a string that all rows share": _shared_string,
-    "an offset before the column": _put("artifacts/offset", 0, -100),
     "an offset behind the column": _put("messages/offset", 1, 1 << 62),
-    "offsets that decrease": _put("trajectories/message_offset", 1, 14),
     "sequences behind the column": _put("trajectories/sequence_offset", 8, 1 << 40),
-    "tokens behind the column": _put("sequences/token_offset", 1, 1 << 40),
     "a call in another's sequence": _put("turns/sequence", 0, 1 << 40),
     "a message that follows itself": _put("messages/parent", 2, 0),
-    "a message that follows one far away": _put("messages/parent", 1, 1 << 40),
     "an answer of another rollout": _put("turns/message", 0, 2),
-    "an answer before the first": _put("turns/message", 0, -5),
     "a call that a later one started": _put("turns/started_by", 0, 1 << 40),
     "deep JSON": _messages(b"[" * 200_000 + b"]" * 200_000),
-    "deep JSON in an object": _messages(b'{"a":' * 200_000 + b"1" + b"}" * 200_000),
-    "a message that is no object": _messages(b"7"),
     "bytes that are no JSON": _messages(b"\xff\xfe"),
 }
 
@@ -342,7 +272,7 @@ LIMITED = """
 import json, resource, sys
 from megaflow_hpc.cli import main
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (600, 600))
 statuses = [main(words) for words in json.loads(sys.argv[1])]
 print("STATUSES", json.dumps(statuses))
 """
@@ -358,9 +288,9 @@ def unlimited() -> WarmPython:
     return WarmPython(*modules, variables={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
 
 
-def limited(*verbs: list[str], cpu_s: int = 600) -> list[int]:
+def limited(*verbs: list[str]) -> list[int]:
     """The exit statuses of verbs in a process with an address space of a gigabyte; a traceback is none."""
-    done = unlimited().run(LIMITED, json.dumps(verbs, default=str), str(cpu_s))
+    done = unlimited().run(LIMITED, json.dumps(verbs, default=str))
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[int] = json.loads(done.stdout.rpartition("STATUSES")[2])
     return found
@@ -391,46 +321,6 @@ def test_a_hostile_column_is_an_error_in_words_within_a_gigabyte(damaged, tmp_pa
     assert {*shown, compacted} <= {0, 2}
 
 
-OF_ITS_OWN = "a text that no other heap holds"
-ENDLESS = {
-    "free space of no length": (0, 0),
-    "free space of half a head": (0, 8),
-    "a length that overflows": (1, 2**64 - 16),
-}
-
-
-@pytest.mark.parametrize("where", ["an attribute", "a column"])
-@pytest.mark.parametrize("kind", ENDLESS)
-def test_a_heap_of_texts_that_does_not_go_on_holds_no_reader(run, tmp_path, kind, where):
-    """libhdf5 goes round for ever in such a heap, in a call that nothing interrupts."""
-    path, (index, length) = tmp_path / "endless.h5", ENDLESS[kind]
-    shutil.copy(run.trajectories, path)
-    with h5py.File(path, "r+") as file:
-        if where == "an attribute":
-            file.attrs["software"] = OF_ITS_OWN
-        else:
-            _replace(file, "trajectories/error", data=np.array([OF_ITS_OWN] * 8, object), chunks=(8,))
-            file["trajectories/error"].flush()
-    data = bytearray(path.read_bytes())
-    heap = data.rindex(b"GCOL\x01", 0, data.index(OF_ITS_OWN.encode()))
-    place = heap + 16
-    while index == 0 and (at := struct.unpack_from("<HHIQ", data, place))[0]:
-        place += 16 + -(-at[3] // 8) * 8
-    struct.pack_into("<HHIQ", data, place, index, 0, 0, length)
-    path.write_bytes(data)
-    reading = (
-        ["verify", path],
-        ["show", path, "0"],
-        ["compact", path, "--output", tmp_path / "small.h5"],
-        ["anonymise", path, "-o", tmp_path / "anonymous.h5"],
-        ["export", path, "--format", "jsonl", "-o", tmp_path / "out"],
-    )
-    looking = ["du", path], ["report", path, "-o", tmp_path / "report.html"]
-    assert limited(["validate", path], cpu_s=60) == [2 if where == "an attribute" else 1]
-    assert set(limited(*reading, cpu_s=60)) <= {1, 2}
-    assert set(limited(*looking, cpu_s=60)) <= ({2} if where == "an attribute" else {0, 1, 2})
-
-
 # --- lines of JSON, YAML and TOML ------------------------------------------------------------------------------------
 
 
@@ -457,14 +347,9 @@ def test_a_small_gzip_of_one_endless_line_is_refused_within_a_gigabyte(tmp_path)
     [
         b'{"messages": [' + b"[]," * (20 << 20) + b"[]]}",
         b"[" * 500_000 + b"]" * 500_000,
-        b'{"messages": ' + b'[{"a":' * 300_000 + b"1" + b"}]" * 300_000 + b"}",
-        b'{"id": 7}',
-        b'{"id": "a", "sequences": [{"policy": 1}]}',
         b'{"id": "a", "task_id": 1, "group_id": [], "policy": {}, "agent": 2, "status": "completed"}',
-        b"7",
-        b'"' + b"\xff" * 100 + b'"',
     ],
-    ids=["wide", "deep", "deep in a field", "few fields", "sequences", "kinds", "a number", "no UTF-8"],
+    ids=["wide", "deep", "kinds"],
 )
 def test_a_line_of_anything_is_an_error_with_its_number(run, tmp_path, text):
     lines = tmp_path / "lines.jsonl.gz"
@@ -478,11 +363,10 @@ def test_a_line_of_anything_is_an_error_with_its_number(run, tmp_path, text):
     assert not (tmp_path / "x.h5").exists()
 
 
-@pytest.mark.parametrize("cut", [5, 100, 700])
-def test_a_damaged_gzip_is_an_error_that_names_the_file(run, tmp_path, cut):
+def test_a_damaged_gzip_is_an_error_that_names_the_file(run, tmp_path):
     lines = tmp_path / "lines.jsonl.gz"
     data = bytearray(gzip.compress(exported(run, tmp_path / "out")))
-    data[cut] ^= 0xFF
+    data[100] ^= 0xFF
     lines.write_bytes(data)
     with contextlib.suppress(ConfigError):
         import_jsonl(lines, tmp_path / "x.h5")
@@ -510,25 +394,17 @@ def test_a_longer_line_is_taken_where_the_user_says_so(run, tmp_path):
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 10)}]\n" for n in range(9)
 )
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{chr(98 + n)}: &{chr(98 + n)} {{<<: [{', '.join([f'*{chr(97 + n)}'] * 10)}], y{n}: 1}}\n" for n in range(9)
-)
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ("name: x\ntasks: " + "[" * 20_000 + "]" * 20_000, 2),
-        ("name: x\ntasks: " + "{a: " * 20_000 + "1" + "}" * 20_000, 2),
         ("name: x\n" + LAUGHS, None),
-        ("name: x\n" + MERGES, None),
         ("name: x\ntasks: &a [*a]\n", 2),
-        ("name: x\n? [a, b]\n: c\n", 2),
-        ("name: 2024-99-99\n", None),
-        ("name: x\nsamples: " + "9" * 6000 + "\n", None),
         ("name: !!python/object/apply:os.system [true]\n", 1),
     ],
-    ids=["lists", "tables", "laughs", "merges", "itself", "a list for a key", "no date", "digits", "objects"],
+    ids=["lists", "laughs", "itself", "objects"],
 )
 def test_a_campaign_file_of_anything_is_an_error_in_words_within_a_gigabyte(tmp_path, text, line):
     path = tmp_path / "campaign.yaml"
@@ -545,149 +421,13 @@ def test_an_alias_that_repeats_little_is_taken(tmp_path):
     assert read_yaml(path)[0]["c"] == [{"x": [1, 2]}] * 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a = " + "[" * 50_000 + "]" * 50_000,
-        "a = " + "{b = " * 5000 + "1" + "}" * 5000,
-        "a = " + "9" * 6000,
-        "a = 2024-99-99",
-    ],
-    ids=["lists", "tables", "digits", "no date"],
-)
-def test_a_task_of_anything_is_an_error_in_words(tmp_path, text, capsys):
-    write_task(tmp_path / "tasks", toml=f"{TOML}\n[x]\n{text}\n")
-    assert main(["tasks", "list", str(tmp_path / "tasks")]) == 2
-    assert "task.toml" in capsys.readouterr().err
-
-
 # --- journals --------------------------------------------------------------------------------------------------------
-
-
-def _nested(levels: int):
-    value = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-VALUES = {
-    "nothing": None,
-    "a number": 7,
-    "a large number": 2**63,
-    "a negative number": -(2**40),
-    "a fraction": 0.5,
-    "no number": math.nan,
-    "endless": math.inf,
-    "text": "x\0\x1b[31m\ud800",
-    "long text": "y" * 200_000,
-    "bytes": b"\xff\0",
-    "a list": [1, "2", None],
-    "a table": {"a": 1},
-    "a table of odd keys": {1: 2, b"\xff": 3, None: 4},
-    "deep": _nested(500),
-}
-FIELDS = tuple(f for f in Trajectory.__dataclass_fields__)
-PARTS = {
-    "messages": ("role", "content"),
-    "turns": tuple(Turn.__dataclass_fields__),
-    "attempts": tuple(Attempt.__dataclass_fields__),
-    "artifacts": tuple(Artifact.__dataclass_fields__),
-    "sequences": tuple(TokenSequence.__dataclass_fields__),
-}
-
-
-def hostile_records():
-    """Records of a journal of which one value each is of another kind than it should be."""
-    number = 10
-    for field in FIELDS:
-        for value in VALUES.values():
-            record = trajectory(number, status=("failed", "completed")[number % 2]).to_record()
-            yield {**record, field: value}
-            number += 1
-    for part, names in PARTS.items():
-        for name in names:
-            for value in VALUES.values():
-                record = trajectory(4 * number + 1, task="other").to_record()
-                if record[part]:
-                    record[part][0] = {**record[part][0], name: value}
-                    yield record
-                number += 1
-        for value in VALUES.values():
-            yield {**trajectory(number, task="third").to_record(), part: [value]}
-            number += 1
-    many = {f"reward {n}": 1.0 for n in range(5000)}
-    yield {**trajectory(number + 1).to_record(), "rewards": many}
-    yield {
-        **trajectory(number + 2).to_record(),
-        "rewards": {"": 1, "/": 2, "..": 3, "a/b": 4, "x" * 70_000: 5, "\0": 6},
-    }
-    yield {**trajectory(number + 3, status="failed").to_record(), "reward": 1.0}
-    yield {**trajectory(number + 4, status="owned").to_record(), "reward": 1.0}
-
-
-def test_no_value_of_a_record_makes_gather_fail_or_the_file_invalid(tmp_path):
-    run = run_dir(tmp_path / "run")
-    records = list(hostile_records())
-    assert len(records) > 700
-    with JournalWriter(run.journal_file("a", "0")) as journal:
-        for number, record in enumerate([trajectory(1).to_record(), *records, trajectory(2).to_record()]):
-            for envelope in ({"block": 0, "epoch": number % 3}, {"block": 2**80 if number == 5 else 0, "epoch": 0}):
-                with contextlib.suppress(ValueError, OverflowError):  # what msgpack cannot hold is no attack
-                    journal.append({"kind": "trajectory", **envelope, "trajectory": record})
-                    break
-    with open_trajectories(run.path) as store:
-        by_journal = [row.trajectory() for row in store]
-    path = gather(run)
-    assert validate(path) == []
-    assert {check.state for check in verify(path)} == {"ok"}
-    with open_trajectories(path) as store:
-        by_file = [row.trajectory() for row in store]
-        assert [t.id for t in by_file] == [t.id for t in by_journal]
-        different = [
-            (a.id, name, repr(getattr(a, name))[:100], repr(getattr(b, name))[:100])
-            for a, b in zip(by_file, by_journal, strict=True)
-            for name in FIELDS
-            if repr(getattr(a, name)) != repr(getattr(b, name))
-        ]
-        assert different[:3] == []
-        assert store["task/default/1"].trajectory().messages == trajectory(1).messages
-        assert store["task/default/2"].trajectory().messages == trajectory(2).messages
-    assert len(by_journal) > 500
-    anonymise(path, tmp_path / "anonymous.h5")
-    assert validate(tmp_path / "anonymous.h5") == []
-
-
-def test_shards_of_hostile_records_give_the_same_file(tmp_path):
-    from megaflow_hpc.trajectories.journal.shards import write_shard
-
-    run = run_dir(tmp_path / "run")
-    with JournalWriter(run.journal_file("a", "0")) as journal:
-        for record in hostile_records():
-            with contextlib.suppress(ValueError, OverflowError):
-                journal.append({"kind": "trajectory", "block": 0, "epoch": 0, "trajectory": record})
-    before = digests(gather(run))
-    for path in journals(run):
-        write_shard(run, path)
-    run.trajectories.unlink()
-    assert digests(gather(run)) == before
 
 
 PAYLOADS = {
     "a list that claims four billion": b"\xdd\xff\xff\xff\xff",
-    "a table that claims four billion": b"\xdf\xff\xff\xff\xff",
-    "text that claims four gigabytes": b"\xdb\xff\xff\xff\xff",
-    "bytes that claim four gigabytes": b"\xc6\xff\xff\xff\xff",
-    "a list in a field that claims four billion": b"\x81\xa4kind\xdd\xff\xff\xff\xff",
     "lists in lists": b"\x91" * 100_000 + b"\xc0",
-    "tables in tables": b"\x81\xa1a" * 100_000 + b"\xc0",
-    "an extension": b"\xc7\x04\x05abcd",
-    "a time that is none": b"\xc7\x0c\xff" + b"\xff" * 12,
-    "nothing": b"",
-    "a number": b"\x07",
     "text that is no UTF-8": b"\x81\xa4kind\xa2\xff\xfe",
-    "numbers that are endless": b"\x84\xa4kind\xaatrajectory\xa5block"
-    + b"\xcb\x7f\xf0\0\0\0\0\0\0\xa5epoch\xcb\x7f\xf0\0\0\0\0\0\0\xaatrajectory\x82\xa2id\xa1x\xa6status\xa1y",
 }
 
 

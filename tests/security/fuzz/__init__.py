@@ -11,6 +11,6 @@ connection, lives on, answers the next valid request and logs no traceback. What
     pytest tests/security/fuzz                                # a short run of each, the same every time; what was found
 
 :mod:`.mutation` makes inputs of the targets' valid seeds; :mod:`.child` feeds them to one target in a process of its
-own, under limits; :mod:`.watch` starts that process, sees it hang or die, makes what was found small and keeps it.
+own, under limits; :mod:`.watch` starts that process, sees it hang or die, and keeps what was found.
 :mod:`.found` holds each input that was a fault once.
 """

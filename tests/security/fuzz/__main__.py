@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.security.fuzz.targets import TARGETS
-from tests.security.fuzz.watch import Outcome, fuzzed, shrink
+from tests.security.fuzz.watch import Outcome, fuzzed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in chosen:
         print(f"{name}: {seconds} s", file=sys.stderr, flush=True)
         outcome = fuzzed(name, arguments.out / name, seconds=seconds, seed=arguments.seed)
-        for file in (arguments.out / name / "faults").glob("*.input"):
-            if not file.with_suffix(".small").exists():
-                shrink(name, file, 30)
         print(_line(outcome), file=sys.stderr, flush=True)
         outcomes.append(outcome)
     if arguments.json:

@@ -29,7 +29,6 @@ from typing import Any
 
 from tests.security.fuzz.limits import ADDRESS_SPACE, CPU_S, MEMORY, Notes
 from tests.security.fuzz.mutation import LARGEST, mutated
-from tests.security.fuzz.shrinking import smaller
 from tests.security.fuzz.target import Broken
 
 LIBRARIES = ("e2b_dockerfile_utils", "pathspec", "tarfile", "tomllib", "yaml")
@@ -148,11 +147,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--input", type=Path, help="feed only this file")
-    parser.add_argument("--shrink", type=Path, help="make this file's input small, whose fault is the file's name")
     arguments = parser.parse_args()
     faulthandler.enable()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    guided = arguments.seconds and not arguments.shrink and importlib.util.find_spec("atheris") is not None
+    guided = arguments.seconds and not arguments.input and importlib.util.find_spec("atheris") is not None
     if guided:
         _instrumented()
     from tests.security.fuzz.found import FOUND
@@ -166,8 +164,6 @@ def main() -> None:
         limit_memory()
         if arguments.input:
             feeder.take(arguments.input.read_bytes())
-        elif arguments.shrink:
-            _shrink(feed, arguments.shrink, arguments.seconds)
         elif guided:
             _guided(target, seeds, feeder, arguments)
         else:
@@ -197,14 +193,6 @@ def _instrumented() -> None:
 
     with atheris.instrument_imports(include=["megaflow_hpc", *LIBRARIES], enable_loader_override=False):
         import tests.security.fuzz.targets  # noqa: F401
-
-
-def _shrink(feed: Any, file: Path, seconds: float) -> None:
-    def fails(data: bytes) -> bool:
-        found = fault_of(feed, data)
-        return found is not None and found[0] == file.stem
-
-    file.with_suffix(".small").write_bytes(smaller(file.read_bytes(), fails, seconds))
 
 
 def _guided(target: Any, seeds: Sequence[bytes], feeder: Feeder, arguments: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megaflow_hpc.host import wire
 from megaflow_hpc.trajectories.journal.frames import pack_record
 from tests.security.fuzz.target import PART
 from tests.support.harbor_tasks import TOML
@@ -71,11 +70,6 @@ def _nested(depth: int) -> Any:
     return value
 
 
-def _frames() -> list[bytes]:
-    """No maps; a map as the key of a map; a list of a hundred million, by its head."""
-    return [wire.frame(each) for each in (b"\xa1x", b"\xc3\x90\x01", b"\x81\x81\x01\x02\x03", b"\xdd\x05\xf5\xe0\xff")]
-
-
 def _lines() -> list[bytes]:
     """Tests, issues and a base that are no such thing; texts that cannot be written or given to a program."""
     start = b'{"org": "o", "repo": "r", "number": 1, "fix_patch": "p", "title": "t", '
@@ -113,10 +107,6 @@ FOUND: dict[str, Callable[[], Sequence[bytes]]] = {
     "dockerfile": _dockerfiles,
     "records": _records,
     "gathered": _records,
-    "wire": _frames,
     "swebench": _lines,
     "harbor": _directories,
-    "campaign": lambda: [b"name: \x00x\n", b"name: " + b"[" * 2000, b"n: " + b"9" * 5000 + b"\n", b"n: 2026-99-99\n"],
-    "run": lambda: [b'{"x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"],
-    "appended": lambda: [b'{"n": [0, 99999999999999999999]}'],
 }

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories
+from megaflow_hpc.trajectories import gather, open_trajectories
 from megaflow_hpc.trajectories.journal.frames import HEADER_SIZE, frame_head, header, pack_record, read_journal
 from megaflow_hpc.trajectories.maintenance.validate import validate
 from tests.security.fuzz.reading import everything
@@ -106,60 +103,8 @@ def _write(run: RunDir, payload: bytes) -> None:
     )
 
 
-@contextlib.contextmanager
-def _written(folder: Path) -> Iterator[Feed]:
-    """What a pod appends is read back as it was."""
-    run = run_dir(folder / "run")
-    file = run.journal_file("pod", "0")
-
-    def feed(data: bytes) -> None:
-        try:
-            given = json.loads(data)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(given, dict):
-            return
-        file.unlink(missing_ok=True)
-        with JournalWriter(file) as journal:
-            try:
-                journal.append({**given, "kind": "other"})
-            except (ValueError, OverflowError):  # deeper than msgpack goes, or a number beyond 64 bits
-                return
-            journal.append({"kind": "last"})
-        found = [one for _, one in read_journal(file)]
-        if not same(found, [_stored({**given, "kind": "other"}), {"kind": "last"}]):
-            raise Broken("a record is not what was appended")
-
-    yield feed
-
-
-def _stored(value: Any) -> Any:
-    """A value as a record holds it: integers beyond 64 bits are texts."""
-    if isinstance(value, dict):
-        return {key: _stored(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return list(map(_stored, value))
-    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, NaN being equal to itself."""
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(map(same, one.values(), other.values()))
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
 def targets() -> list[Target]:
-    """Journals as bytes, as records, and what is appended to them."""
-    lines = [
-        json.dumps(
-            {"messages": asdict(trajectory(5))["messages"], "n": [1, -1, 2.5, None, True], "k": "\udc80"}
-        ).encode()
-    ]
+    """Journals as bytes, as records, and as a gathered file."""
 
     def packed() -> list[bytes]:
         return [pack_record(one) for one in _records()]
@@ -168,5 +113,4 @@ def targets() -> list[Target]:
         Target("journal", _frames, framed_seeds, words=(b"\xf5\xc1MJ", b"MFHPCJNL")),
         Target("records", _read, packed, form="msgpack"),
         Target("gathered", _gathered, packed, form="msgpack", count=40),
-        Target("appended", _written, lambda: lines, form="json"),
     ]

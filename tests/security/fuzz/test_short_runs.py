@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.security.fuzz.found import FOUND
-from tests.security.fuzz.shrinking import smaller
 from tests.security.fuzz.targets import TARGETS
 from tests.security.fuzz.watch import fuzzed
 
@@ -22,7 +21,3 @@ def test_hostile_bytes_are_refused_or_read(name: str, tmp_path: Path) -> None:
 
 def test_every_fault_found_belongs_to_a_target() -> None:
     assert set(FOUND) <= set(TARGETS)
-
-
-def test_an_input_is_made_as_small_as_it_fails() -> None:
-    assert smaller(b"a" * 500 + b"<" + b"b" * 500 + b">", lambda data: b"<" in data and b">" in data, 60) == b"<>"

@@ -1,4 +1,4 @@
-"""Watches over a child: starts it again when an input ended it, and makes what was found small.
+"""Watches over a child: starts it again when an input ended it.
 
 An input that takes too much processor time, or waits for ever, is a fault (``hang``), as is one that ends the process
 (``died``): a crash in a library, or more memory than the machine gives.
@@ -12,13 +12,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.security.fuzz.limits import CPU_S, WALL_S, Notes
-from tests.security.fuzz.shrinking import smaller
 from tests.support.places import ROOT
 
 _TICK_S = 0.2
@@ -73,30 +71,6 @@ def fuzzed(target: str, folder: Path, *, count: int = 0, seconds: int = 0, seed:
     outcome.seconds = time.monotonic() - began
     outcome.faults = {path.stem: path.read_text(errors="replace") for path in sorted((folder / "faults").glob("*.txt"))}
     return outcome
-
-
-def judged(target: str, data: bytes) -> dict[str, str]:
-    """Feeds one input in a process of its own; its faults by kind, at most one."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        folder = Path(name)
-        (folder / "one").write_bytes(data)
-        ended, text = _run(target, folder, ["--input", str(folder / "one")])
-        if ended != "finished":
-            if not Notes(folder / "notes").counts[0]:
-                raise RuntimeError(f"{target}: the child ended before it was fed\n{text}")
-            _keep(folder, ended, data, text)
-        return {path.stem: path.read_text(errors="replace") for path in (folder / "faults").glob("*.txt")}
-
-
-def shrink(target: str, file: Path, seconds: float) -> None:
-    """Writes what of a kept input is enough for its fault beside it, as ``<kind>.small``."""
-    data, small = file.read_bytes(), file.with_suffix(".small")
-    small.write_bytes(data)
-    if file.stem.startswith(("hang", "died")):  # each trial takes a process
-        small.write_bytes(smaller(data, lambda part: file.stem in judged(target, part), seconds))
-        return
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        _run(target, Path(name), ["--shrink", str(file), "--seconds", str(int(seconds))])
 
 
 def _run(target: str, folder: Path, options: list[str]) -> tuple[str, str]:
