@@ -34,7 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, base_sif: Path, write_task: Ca
     folder = tmp_path_factory.mktemp("watched")
     for name in ("quick", "hanging", "broken"):
         write_task(folder / "tasks", name)
-    (folder / "tasks" / "broken" / "tests" / "test.sh").write_text("exit 0\n")  # says no reward
+    with open(folder / "tasks" / "broken" / "task.toml", "a") as file:
+        file.write('[environment.healthcheck]\ncommand = "false"\nretries = 1\n')
     script = {
         "tasks": [
             {"when": "Task hanging", "answers": [block(f"echo '{HOSTILE}'"), block("sleep 3600")]},
@@ -63,7 +64,7 @@ def test_status_tells_what_runs_where_and_who_looks_is_told_what_was_said(run: R
     [place] = run.monitor.running.longest([pod["pod"]])
     assert (place.id, place.pod, place.attempt) == ("hanging/default/0", pod["pod"], 0)
     assert place.node == pod["node"]
-    assert status["failed_at"] == {"verifier": {pod["node"]: 2}}  # one was repeated
+    assert status["failed_at"] == {"sandbox": {pod["node"]: 2}}  # one was repeated
     until(lambda: [lease["tokens"] for lease in run.ledger.leases().values()] > [0], "the lease counts tokens")
 
     viewer = LiveFiles(run.dir)
@@ -95,7 +96,7 @@ def test_the_view_shows_a_run_and_looks_into_a_rollout_while_it_runs(run: Run) -
             assert "2/3 66%" in seen
             assert "running 1  completed 1  truncated 0  failed 1" in seen
             assert "slots 1/3 (33%)  engines 1" in seen
-            assert "failed attempts: verifier 2" in seen
+            assert "failed attempts: sandbox 2" in seen
             rows = [line.split()[:3] for line in seen.splitlines() if "/default/0" in line]
             assert rows[0] == [">", "hanging/default/0", "running"]
             assert sorted(row[0] for row in rows[1:]) == ["broken/default/0", "quick/default/0"]
@@ -109,7 +110,7 @@ def test_the_view_shows_a_run_and_looks_into_a_rollout_while_it_runs(run: Run) -
             await pilot.press("escape", "f")
             assert "quick/default" not in await shows(pilot, "shown: failed only")
             await pilot.press("enter")
-            assert "attempt 1 on" in await shows(pilot, "artifact verifier.log")
+            assert "attempt 1 on" in await shows(pilot, "not healthy")
             await pilot.press("escape", "escape", "slash", *"QUICK", "enter", "enter")
             await shows(pilot, "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
             await pilot.press("escape", "p")
