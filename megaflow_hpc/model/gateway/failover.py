@@ -190,7 +190,13 @@ class Caller:
             call = at(server)
             question = {"messages": [{"role": "user", "content": "."}]} if call.path == CHAT else {"prompt": "."}
             body = {"model": server.model_name, "max_tokens": 1, **question}
-            own = call._replace(body=body, timeout_s=CONTROL_S, recorder=Recorder(policy=policy), size=0, place=None)
+            own = call._replace(
+                body=body,
+                timeout_s=min(CONTROL_S, call.timeout_s),
+                recorder=Recorder(policy=policy),
+                size=0,
+                place=None,
+            )
             try:
                 await ask(own)
             except Refused:
