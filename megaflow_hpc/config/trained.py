@@ -1,12 +1,13 @@
-"""What training asks of the models and agents of its policies.
+"""Checks the models and agents of policies that are trained.
 
-A loss takes ratios of probabilities under the model's logits, divided by the temperature of the policy's ``sampling``:
-with top-p, top-k or a penalty, tokens are sampled from another distribution, and every ratio is wrong. So a trained
-policy may have a temperature and nothing else. Engines read sampling options from three places: an agent's calls, the
-engine's own options (the model's ``args``) and, unless told otherwise, the model's ``generation_config.json`` (vLLM:
-``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``). The first are seen
-by the gateway, and checked here as far as the agent's ``args`` show them; the second are checked here; the third are
-switched off for a trained policy by :func:`trained_model`.
+A loss uses ratios of probabilities under the model's logits, divided by the temperature of the policy's ``sampling``.
+With top-p, top-k or a penalty, the engine samples from another distribution, and every ratio is wrong. So a trained
+policy may set a temperature and nothing else. Engines read sampling options from three sources:
+
+- an agent's calls: the gateway checks them, and this module checks the agent's ``args``;
+- the engine's own options (the model's ``args``): this module checks them;
+- the model's ``generation_config.json``, by default: :func:`trained_model` switches it off (vLLM:
+  ``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``).
 """
 
 from __future__ import annotations
