@@ -70,8 +70,7 @@ class Rules:
         return Rules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
-        """Returns whether a path that the rules name is at or below ``path``, so that its entries differ in treatment.
-        """
+        """Returns whether a path that the rules name is at or below ``path``, so that its entries differ in treatment."""
         borders = (*self.programs, *self.loaded, self.home)
         return path in borders or any(place.startswith(f"{path}/") for place in (*self.kept, *borders))
 
