@@ -53,7 +53,7 @@ def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, P
 def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
     """Returns a warning for each task whose verifier failed for every verified rollout.
 
-    Such rollouts have reward 0. If all rollouts of a task fail so, the verifier is more likely to blame than the agents.
+    Such rollouts have reward 0. If all rollouts of a task have, the verifier is more likely to blame than the agents.
 
     Args:
         rollouts: all stored rollouts.
