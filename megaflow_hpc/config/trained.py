@@ -103,9 +103,9 @@ def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
         if value == neutral or (name == "temperature" and value):
             continue
         why = (
-            "the likeliest token has no probability to learn from"
+            "sampling without randomness gives no probabilities to learn from"
             if name == "temperature"
-            else (f"loss {loss} takes the probabilities of the whole distribution")
+            else (f"loss {loss} needs the probabilities of the whole distribution")
         )
         raise ValueError(f"{where}.{name} {value:g}: {why}; leave it out (a trained policy may have a temperature)")
 
@@ -114,11 +114,11 @@ def _check_option(where: str, option: str, value: Any, sampling: SamplingConfig,
     if value is None or (option == "logit_bias" and not value):
         return
     if option == "logit_bias":
-        raise ValueError(f"{where}: tokens of a trained policy are its own choice; leave it out")
+        raise ValueError(f"{where}: a trained policy must choose its tokens freely; leave it out")
     own = getattr(sampling, option)
     if not isinstance(value, int | float) or (-1 if option == "top_k" and value == 0 else value) != own:
         raise ValueError(
-            f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}); tokens sampled otherwise are not "
+            f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}), and calls with other values are not "
             "trained on; leave it out"
         )
 

@@ -111,7 +111,7 @@ class JudgedLayer:
         """Log line with the agent's changes that were hidden from the tests; empty if nothing was hidden."""
         names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        return f"\n--- taken from the image again: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
+        return f"\n--- changes that the tests did not see: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
 
     def _depends(self) -> tuple[bool, Rules | None]:
         """Returns those settings of the tests' container that depend on environment variables."""

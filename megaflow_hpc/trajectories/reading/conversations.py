@@ -126,7 +126,7 @@ def heading(number: int, conversation: Conversation) -> str:
     elif conversation.shared:
         begins = f"branches off conversation {conversation.parent} after [{conversation.shared - 1}]"
     else:
-        begins = "starts anew" if number else "the first one"
+        begins = "starts from scratch" if number else "the first one"
     if conversation.started_by is not None and conversation.parent is not None:
         begins += f" in conversation {conversation.parent}"
     policy = f", policy {conversation.policy}" if conversation.policy else ""

@@ -70,7 +70,7 @@ class Rules:
         return Rules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
-        """Returns whether a path that the rules name is at or below ``path``, so that its entries differ in treatment."""
+        """Returns whether the rules name a path at or below ``path``. If so, its entries are sorted one by one."""
         borders = (*self.programs, *self.loaded, self.home)
         return path in borders or any(place.startswith(f"{path}/") for place in (*self.kept, *borders))
 
