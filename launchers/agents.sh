@@ -7,8 +7,8 @@
 #
 # The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
 # read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/presets.py.
-# Node and npm come from PyPI, npm uses its registry as it is configured. It installs what launchers/agents/NAME/package-lock.json
-# lists with its hashes, and runs no script of any package. OpenHands comes from PyPI, as
+# Node and npm come from PyPI. npm uses its configured registry, installs only what launchers/agents/NAME/package-lock.json lists
+# with hashes, and runs no script of a package. OpenHands comes from PyPI, as
 # containers/openhands.txt lists it, and its Python from Debian's archive (launchers/python.sh).
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -57,7 +57,7 @@ node() {
   mark_done "$BOX/node/.complete" "$NODE"
 }
 
-# npm NAME WORDS…: never runs a script of a package, which would be code of strangers outside of any sandbox.
+# npm NAME WORDS…: runs npm without scripts of packages, because they are untrusted code outside of a sandbox.
 npm() {
   local name=$1
   shift
@@ -66,7 +66,7 @@ npm() {
   rm -rf "$MEGAFLOW_HOME/cache/npm-$name"
 }
 
-# lock NAME PACKAGE@VERSION: all that it depends on, on every platform, with hashes and without a registry's address.
+# lock NAME PACKAGE@VERSION: writes a lock file with all dependencies on every platform, with hashes and without registry URLs.
 lock() {
   local name=$1 package=$2 work
   work=$(mktemp -d)/$1
@@ -91,7 +91,7 @@ install() {
   find "$dir.new" -type f -path '*/vendor/*' -name rg -exec chmod +x {} + # one package forgets to
   mv -T "$dir.new" "$dir"
   case $name in
-    # Its install script would copy this program over a placeholder.
+    # The package's install script, which is not run, would copy this program over a placeholder.
     claude-code) program=$(cd "$BOX" && find claude-code/node_modules/@anthropic-ai/claude-code-* -name claude -type f | sed -n 1p) ;;
     codex) program=$(cd "$BOX" && find codex/node_modules/@openai -path '*/vendor/*/bin/codex' -type f | sed -n 1p) ;;
     qwen-code) program=qwen-code/node_modules/.bin/qwen ;;

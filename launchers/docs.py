@@ -2,8 +2,8 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md of docs/reference and the man page
-in share/man, or with ``--check`` says which are stale. ``site`` builds the whole site with MkDocs (``pip install
+``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md in docs/reference, and the man page
+in share/man. With ``--check`` it lists stale pages instead. ``site`` builds the whole site with MkDocs (``pip install
 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a broken link.
 """
 
@@ -51,23 +51,26 @@ that submitted them.
 OPTIONS = """\
 # Options of a model call
 
-What becomes of every option that an agent may send, by API, and whether the sampled tokens are the policy's free
-choice. Options that are in no table are left out. A value of null counts as not given.
+This page lists how the gateway handles each option of an agent's call, by API, and how the option affects `loss_mask`.
+The gateway drops options that no table lists. A null value counts as missing.
 
-Tokens get `loss_mask` 1 if the call was free: sampled under the policy's own `sampling` settings (`model.sampling` of
-the campaign file), with nothing that constrained the answer. Otherwise they get 0, and keep their `logprob`. The
-gateway sends the policy's settings for every sampling option that a call does not name. In a training campaign with
+A call is *free* if it is sampled under the policy's own settings (`model.sampling` in the campaign file) and nothing
+constrains the answer. Tokens of a free call get `loss_mask` 1. Tokens of any other call get 0 and keep their `logprob`.
+If a call omits a sampling option, the gateway sends the policy's setting. In a training campaign with
 `constrained: refuse`, calls that are not free get error 400.
 
 """
 
 APIS = {
-    "/v1/chat/completions": ("CHAT", "OpenAI's chat completions. The other APIs become such a request."),
+    "/v1/chat/completions": (
+        "CHAT",
+        "OpenAI's chat completions. The gateway converts the messages and responses APIs to it.",
+    ),
     "/v1/completions": ("COMPLETIONS", "OpenAI's completions of a prompt."),
     "/v1/messages": ("MESSAGES", "Anthropic's messages, and `/v1/messages/count_tokens`."),
     "/v1/responses": ("RESPONSES", "OpenAI's responses."),
 }
-"""Path → the table of its options, and what it is."""
+"""Path → name of its table of options, and a description."""
 
 
 def main() -> int:
@@ -100,7 +103,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 
 def options() -> Iterator[str]:
-    """Yields the lines of the page of all options of model calls."""
+    """Yields the lines of the page on options of a model call."""
     from megaflow_hpc.model.gateway.dialects import options as tables
 
     for path, (name, what) in APIS.items():
@@ -109,7 +112,7 @@ def options() -> Iterator[str]:
             "",
             what,
             "",
-            "| option | what becomes of it | `loss_mask` |",
+            "| option | handling | `loss_mask` |",
             "| --- | --- | --- |",
         )
         rows: dict[tuple[str, str], list[str]] = {}
@@ -118,12 +121,12 @@ def options() -> Iterator[str]:
             if entry.refused:
                 fate = f"error 400 unless it is empty: {entry.refused}"
             elif not entry.passed:
-                fate = "left out"
+                fate = "dropped"
             else:
-                fate = f"becomes `{entry.becomes}`" if entry.becomes not in ("", option) else "passed on"
+                fate = f"passed on as `{entry.becomes}`" if entry.becomes not in ("", option) else "passed on"
             mask = ("0" if constrains == "always" else f"0 if {constrains}") if constrains else "1"
             rows.setdefault((fate, "no call" if entry.refused else mask), []).append(f"`{option}`")
-        order = sorted(rows, key=lambda row: (row[1] == "no call", row[0] == "left out", row[1] == "1", row))
+        order = sorted(rows, key=lambda row: (row[1] == "no call", row[0] == "dropped", row[1] == "1", row))
         yield from (f"| {' '.join(rows[row])} | {row[0]} | {row[1]} |" for row in order)
         yield ""
 

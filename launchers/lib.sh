@@ -107,8 +107,8 @@ as_root() {
   as_user mkdir -p "$BUILD" "$LOGS" || die "$MEGAFLOW_USER cannot write $BUILD: set MEGAFLOW_HOME to a directory of its own"
   copy_sources
   if [[ $packages == 1 ]]; then
-    # Asked as the user: what counts is what that one can run, whatever root has. Of the answer, which that account could
-    # have written, install_packages takes what is in the list of this clone.
+    # Ask as the user, because that account has to run the programs. The account could forge the answer, so install_packages
+    # takes only names that the list of this clone has.
     names=$(as_user env MEGAFLOW_CLONE="$CLONE" bash "$BUILD/src/launchers/setup" --missing) || die "the machine could not be examined"
     LOGS=$(mktemp -d) install_packages env "$names" # root writes no logs into a user's directory
   fi
@@ -285,7 +285,7 @@ SLURM=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd m
 # Packages without a program of their own that the lab needs beside those.
 SLURM_MORE=(slurm-wlm-basic-plugins slurm-wlm-mysql-plugin mariadb-client-core)
 
-# Every package that may be installed: all that missing_packages names, and what launchers/fresh needs.
+# listed_packages: prints every package that may be installed: those that missing_packages can name, and those of launchers/fresh.
 listed_packages() {
   printf '%s\n' "${TOOLS[@]##*:}" "${SLURM[@]##*:}" "${SLURM_MORE[@]}" libpmix2 uidmap linux-libc-dev debian-archive-keyring \
     python3-venv python3.11 python3.{11..19}-venv mmdebstrap
@@ -333,8 +333,8 @@ provide_packages() {
   if [[ -n $root ]]; then install_packages "$root" "$names"; else unpack_packages "$names"; fi
 }
 
-# install_packages "env" or "sudo -n" NAMES: as root. A name that is not in the list of this clone is left out: apt-get
-# would take a path, an option or any other package.
+# install_packages "env" or "sudo -n" NAMES: installs packages as root. Skips names that the list of this clone does not have,
+# because apt-get would accept a path, an option or any other package.
 install_packages() {
   local root=$1 others wanted names
   others=$(grep -Fvx -f <(listed_packages) <<<"$2" || true)

@@ -61,11 +61,11 @@ class LimitError(SandboxError):
 
 
 class LostError(SandboxError):
-    """A container ended and nothing tells who ended it, or none starts on the files that its commands left."""
+    """A container ended for an unknown reason, or does not start on the files that its commands left."""
 
 
 class SetupError(SandboxError):
-    """Something that is done inside of a sandbox failed there: a copy in or out, a script of the task, its health."""
+    """A step inside a sandbox failed: a copy in or out, a script of the task, or its health check."""
 
 
 class UserCodeError(MegaflowError):
@@ -73,7 +73,7 @@ class UserCodeError(MegaflowError):
 
 
 class ModelServiceError(MegaflowError):
-    """No engine could answer, or an engine could not be started. A task's ``score`` raises it if its judge is away."""
+    """No engine answered, or an engine could not be started. A task's ``score`` raises it if its judge is down."""
 
 
 class StarvedError(MegaflowError):

@@ -24,7 +24,7 @@ class TokenSequence:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN where not sampled."""
     loss_mask: array[int] = field(default_factory=lambda: array("B"))
-    """1 exactly where the policy sampled freely, under its own sampling settings."""
+    """1 for tokens that the policy sampled freely, under its own sampling settings; otherwise 0."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
     """-1 where not sampled."""
 
@@ -60,10 +60,10 @@ class Turn:
     policy: str = ""
     """The policy that answered; empty in older recordings."""
     message: int = -1
-    """Index of its answer in the rollout's messages; -1 if unknown, or if it was no chat call."""
+    """Index of its answer in the rollout's messages; -1 if unknown, or if it was not a chat call."""
     started_by: int = -1
-    """The earlier call whose tool calls were still open when this call began a conversation of its own: the call that
-    started a sub-agent. -1 if there is none."""
+    """Set if this call began a new conversation, as a sub-agent does, while an earlier call waited for tool results:
+    the number of that earlier call. Otherwise -1."""
 
 
 @dataclass
@@ -87,17 +87,17 @@ class Recording:
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Every message of every call, in OpenAI form: a tree, in which conversations share what they have in common."""
+    """All messages of all calls, in OpenAI form. They are a tree: conversations share their common beginning."""
     parents: list[int] = field(default_factory=list)
-    """Per message, the index of the message before it in its conversation; -1 where a conversation begins."""
+    """Per message, the index of the message before it in its conversation; -1 for a first message."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """Per turn what a replay needs besides tokens and messages: the request's ``id``, the digest of the conversation
-    that ``asked``, and the answer's ``text`` if it is no message."""
+    """Per turn, further data for a replay: the request's ``id``, ``asked`` (a digest of the conversation), and the
+    answer's ``text`` if it is not a message."""
     over_budget: str = ""
     """Why a call was refused, where the rollout's budget was used up."""
     constrained: int = 0
-    """Calls whose tokens have loss mask 0, since options of the request differed from the policy's sampling settings
-    or constrained the answer."""
+    """Number of calls whose tokens have loss mask 0, because options of the request differed from the policy's sampling
+    settings or constrained the answer."""
     inexact: int = 0
     """Calls that were recorded with less than their engine was meant to give: plainly instead of split, text alone."""
     protocols: dict[str, int] = field(default_factory=dict)
@@ -145,11 +145,11 @@ class Trajectory:
     disk_peak_mb: float | None = None
     """The most that one of its sandboxes was measured to have written, in MB."""
     constrained: int = 0
-    """Model calls whose tokens have loss mask 0, since the policy did not choose them freely."""
+    """Number of model calls whose tokens have loss mask 0, because the calls were constrained."""
     inexact: int = 0
     """Model calls of which not every token is known, since the engine lacks what that takes."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The messages of all its conversations, a tree."""
+    """Messages of all conversations, as a tree."""
     parents: list[int] = field(default_factory=list)
     """Per message, the index of the message before it; see :func:`linked` for messages without an entry."""
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -192,7 +192,7 @@ def linked(parents: Sequence[int], count: int) -> list[int]:
 
 
 def path_to(parents: Sequence[int], message: int) -> list[int]:
-    """Returns the indices of a conversation's messages, from its first one to ``message``; none for -1."""
+    """Returns the indices of a conversation's messages, from the first one to ``message``; empty for -1."""
     path = []
     while message >= 0:
         path.append(message)

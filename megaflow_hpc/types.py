@@ -222,7 +222,7 @@ class AgentResult:
     exit_code: int = 0
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation in OpenAI message form, stored only if the gateway recorded no message itself."""
+    """The conversation in OpenAI message form. It is stored only if the gateway recorded no message itself."""
     state: dict[str, Any] | None = None
     """What ``resume`` needs, in msgpack's types, from an agent whose model call was refused because its rollout is
     suspended."""
@@ -269,14 +269,14 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``output`` is what the tests printed, bounded. Of a format's verdict ``reward`` is ``None`` only beside an
-    ``error``; :func:`megaflow_hpc.tasks.steps.verify` makes it 0."""
+    """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format sets
+    ``reward`` to ``None`` only together with an ``error``; :func:`megaflow_hpc.tasks.steps.verify` then makes it 0."""
 
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     output: str = ""
     error: str = ""
-    """Why the tests gave no valid reward; the reward is 0 then."""
+    """Reason why the tests gave no valid reward; the reward is then 0."""
     artifacts: list[Artifact] = field(default_factory=list)
     """What the task wanted kept, and what the tests left in ``/logs/verifier`` beside the reward."""
     agent_error: str = ""
@@ -295,9 +295,9 @@ class CallBudget:
     """What a rollout may ask of its models; ``None`` is unlimited."""
 
     calls: int | None = None
-    """Answers: a call with ``n`` counts ``n`` times."""
+    """Maximum number of answers. A call with ``n`` answers counts ``n`` times."""
     tokens: int | None = None
-    """Sampled tokens, those of calls in progress included."""
+    """Maximum number of sampled tokens, including those of calls in progress."""
 
 
 NEUTRAL: Mapping[str, float] = {
@@ -309,17 +309,17 @@ NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling setting → the value with which tokens are sampled from the model's own distribution."""
+"""Sampling setting → its neutral value, with which tokens are sampled from the model's own distribution."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings with which a policy's tokens are sampled, and what becomes of calls that differ from them."""
+    """Sampling settings of a policy, and the handling of calls that differ from them."""
 
     settings: Mapping[str, float] = field(default_factory=lambda: dict(NEUTRAL))
-    """All of :data:`NEUTRAL`'s names."""
+    """A value for every name in :data:`NEUTRAL`."""
     refuse: bool = False
-    """Refuse constrained calls; otherwise they are answered, and their tokens get loss mask 0."""
+    """Refuse constrained calls. Otherwise they are answered, and their tokens get loss mask 0."""
 
     @property
     def unusual(self) -> dict[str, float]:

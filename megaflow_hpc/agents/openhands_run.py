@@ -27,7 +27,7 @@ def main() -> int:
         usage_id="agent",
         timeout=int(os.environ.get("MEGAFLOW_CALL_S", "3600")),
         num_retries=1,  # the gateway tries again by itself
-        temperature=None,  # the policy's own sampling, which alone is trained on
+        temperature=None,  # use the policy's sampling; training uses only such calls
         top_p=None,
     )
     conversation = Conversation(agent=get_default_agent(llm=llm, cli_mode=True), workspace=os.getcwd())

@@ -167,7 +167,7 @@ def write(
 
 
 def check_new(run: RunDir) -> None:
-    """Raises :class:`ConfigError` for a run directory that was planned before, or that others could replace."""
+    """Raises :class:`ConfigError` if the run directory was planned before, or if another user could replace it."""
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
     run.check_place()

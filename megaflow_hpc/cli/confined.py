@@ -1,4 +1,4 @@
-"""Carries a verb out in a child process with limits if it reads a run or a file of another user."""
+"""Runs a verb in a child process with resource limits if it reads a run or a file of another user."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megaflow_hpc.host.process import user_name
 
 ASKS_SLURM = ("status", "watch", "usage", "report")
 READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "compact", "anonymise", "du")
-"""Verbs that need no network."""
+"""Verbs that read runs or files and need no network."""
 LIMITS = Limits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
 
 
 def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace], int]) -> int:
-    """Calls ``call`` with the arguments of a verb, in a child process if it reads what belongs to another user."""
+    """Calls ``call`` with a verb's arguments, in a confined child process if a path belongs to another user."""
     verb = getattr(arguments, "verb", None)
     whose = _of_others(arguments) if verb in (*ASKS_SLURM, *READS) else ""
     if not whose:
@@ -28,15 +28,15 @@ def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace]
     if status >= 0:
         return status
     note(
-        f"megaflow-hpc: {whose}: {verb} was ended by signal {-status}, as it is if it takes more than "
-        f"{LIMITS.memory_bytes >> 30} GiB of memory, {LIMITS.cpu_s} s of CPU time or {LIMITS.file_bytes >> 30} GiB "
-        "for a file; if you trust it, copy it to a directory of yours"
+        f"megaflow-hpc: {whose}: {verb} was ended by signal {-status}; it may use at most "
+        f"{LIMITS.memory_bytes >> 30} GiB of memory, {LIMITS.cpu_s} s of CPU time and {LIMITS.file_bytes >> 30} GiB "
+        "for a file; if you trust the data, copy it to a directory of yours"
     )
     return ConfigError.exit_status
 
 
 def _of_others(arguments: argparse.Namespace) -> str:
-    """Returns the first path of another user among what a verb reads, and the user; empty if there is none."""
+    """Returns the first path of a verb's arguments that belongs to another user, with the user; else an empty text."""
     given = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
     for path in [given] if isinstance(given, str) else given:
         with suppress(OSError, TypeError, ValueError):

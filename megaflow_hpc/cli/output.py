@@ -128,8 +128,8 @@ def summary(result: dict[str, Any]) -> str:
         if row.get("inexact")
     ]
     notes += [
-        f"{name}: {row['constrained']} model calls constrained their tokens or asked for other sampling than the "
-        f"policy's; they have loss mask 0 ({docs('reference/request-options.md')})"
+        f"{name}: {row['constrained']} model calls constrained their tokens or overrode the policy's sampling; their "
+        f"tokens have loss mask 0 ({docs('reference/request-options.md')})"
         for name, row in result["policies"].items()
         if row.get("constrained")
     ]

@@ -47,29 +47,29 @@ class WeightsConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How a policy's tokens are sampled: sent with every call that does not say otherwise. Calls that say otherwise are
-    stored with loss mask 0."""
+    """Sampling settings of a policy. The gateway adds them to calls that do not set them. Calls that set other values
+    are stored with loss mask 0."""
 
     temperature: float = Field(1.0, ge=0, le=2)
-    """Divisor of the logits; 0 takes the likeliest token. Default: 1."""
+    """Divisor of the logits; 0 always takes the most likely token. Default: 1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Probability mass of the likeliest tokens that are sampled from. Default: 1, all."""
+    """Sample only from the most likely tokens with this total probability. Default: 1, all tokens."""
     top_k: int = Field(-1, ge=-1)
-    """Number of likeliest tokens that are sampled from. Default: -1, all, as is 0."""
+    """Sample only from this many most likely tokens; -1 and 0: from all. Default: -1."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Smallest probability, relative to the likeliest token's. Default: 0."""
+    """Minimum probability of a token, relative to the most likely one. Default: 0."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Subtracted from the logits of tokens that were sampled already. Default: 0."""
+    """Subtracted once from the logit of each token that the answer already has. Default: 0."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Subtracted for each time a token was sampled already. Default: 0."""
+    """Subtracted from a token's logit once per occurrence in the answer so far. Default: 0."""
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    """Divisor of the logits of tokens in the prompt or answer so far. Default: 1."""
+    """Divisor of the logits of tokens that the prompt or the answer already has. Default: 1."""
 
     @field_validator("temperature")
     @classmethod
     def _engines_can(cls, value: float) -> float:
         if 0 < value < 0.01:
-            raise ValueError(f"{value}: engines raise it to 0.01; write 0.01, or 0 for the likeliest token")
+            raise ValueError(f"{value}: engines raise it to 0.01; write 0.01, or 0 for the most likely token")
         return value
 
     @field_validator("top_k")
@@ -103,12 +103,12 @@ class ModelConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     """How published weights are loaded."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are sampled. Default: from the model's own distribution."""
+    """Sampling settings. Default: sample from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without the dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """Earlier answers in a prompt. ``template``: as the model's chat template gives them; where it leaves thoughts
-    out, a new sequence starts. ``keep``: as they were sampled, so that a conversation is one sequence (``vllm``
+    """Form of earlier answers in a prompt. ``template``: as the model's chat template renders them; if it drops
+    thoughts, a new sequence starts. ``keep``: as they were sampled, so that a conversation is one sequence (``vllm``
     only)."""
     media_domains: tuple[str, ...] = ()
     """Hosts from which engines may fetch images that agents name by URL. Default: none; agents send images as data."""
@@ -184,7 +184,7 @@ class ModelConfig(Section):
             and not self.pool
             and (lacking := kinds - {"vllm", "scripted", "external", "replay"})
         ):
-            raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; vllm can, else leave it out")
+            raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; use vllm, or leave it out")
         if self.image and self.engine in ("external", "replay"):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):

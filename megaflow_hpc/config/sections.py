@@ -136,9 +136,9 @@ class EnvironmentConfig(Section):
     """Whether commands may make user namespaces of their own (bubblewrap, containers); limits do not see all of what
     runs there. Default: false."""
     verification: Verification | None = None
-    """Which of the agent's changes tests meet. ``fresh``: those in the work directory and at declared artifacts;
-    ``shared``: besides, what the agent added outside the system directories; ``as-left``: all, and an agent that
-    replaces programs gets the reward it likes. Default: ``fresh`` for tasks with a work directory, else ``shared``."""
+    """Which of the agent's changes the tests see. ``fresh``: those in the work directory and at declared artifacts.
+    ``shared``: also files that the agent added outside the system directories. ``as-left``: all; an agent that replaces
+    programs can then choose its reward. Default: ``fresh`` for tasks with a work directory, else ``shared``."""
 
     @property
     def network_of_builds(self) -> Literal["none", "host"]:
@@ -146,7 +146,7 @@ class EnvironmentConfig(Section):
         return self.build_network or ("host" if self.network == "host" else "none")
 
     def verification_of(self, task: Task) -> Verification:
-        """Returns how a task is verified: as the campaign says, else by whether the task has a work directory."""
+        """Returns how a task is verified: the campaign's setting, or the default for the task."""
         has_workdir = os.path.normpath(task.workdir or "/") != "/"
         return self.verification or ("fresh" if has_workdir else "shared")
 

@@ -1,4 +1,4 @@
-"""Site profiles: what campaigns of one site have in common, in a file that a group shares.
+"""Site profiles: files with settings that all campaigns of one site share.
 
 A campaign that says ``site: NAME`` is completed by ``NAME.yaml``, found in ``~/.config/megaflow-hpc/sites``, else in
 the directories of ``MEGAFLOW_PROFILES``::
@@ -7,10 +7,10 @@ the directories of ``MEGAFLOW_PROFILES``::
     environment: {image_store: /group/ml/images, mirrors: {docker.io: registry.site.edu/hub}}
     model: {python: /group/ml/vllm}
 
-Mappings are merged key by key, and the campaign's keys win; lists are taken whole. ``model`` completes every model that
-the campaign has, and makes none. Relative paths are relative to the campaign file, as everywhere: a profile names
-absolute ones. It may hold lines of shell for jobs (``slurm.setup``), so one is refused that somebody else than the
-user, root and the owner of its directory could change.
+Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` completes every model of
+the campaign, and adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
+profile may contain shell lines for jobs (``slurm.setup``). So it is refused if users other than this one, root and the
+owner of its directory could change it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def find(name: str, place: str) -> Profile:
         there = f"there are: {', '.join(close)}" if close else f"write {directories()[0]}/{name}.yaml"
         looked = " and ".join(map(str, directories()))
         raise ConfigError(f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}); {there}")
-    # The owner of a directory that the user has named may give them profiles, and nobody else.
+    # The user has named the directory, so its owner is trusted, and no other user.
     if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
         raise ConfigError(why)
     fields, node = read_yaml(path)

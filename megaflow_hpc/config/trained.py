@@ -1,12 +1,13 @@
-"""What training asks of the models and agents of its policies.
+"""Checks the models and agents of policies that are trained.
 
-A loss takes ratios of probabilities under the model's logits, divided by the temperature of the policy's ``sampling``:
-with top-p, top-k or a penalty, tokens are sampled from another distribution, and every ratio is wrong. So a trained
-policy may have a temperature and nothing else. Engines read sampling options from three places: an agent's calls, the
-engine's own options (the model's ``args``) and, unless told otherwise, the model's ``generation_config.json`` (vLLM:
-``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``). The first are seen
-by the gateway, and checked here as far as the agent's ``args`` show them; the second are checked here; the third are
-switched off for a trained policy by :func:`trained_model`.
+A loss uses ratios of probabilities under the model's logits, divided by the temperature of the policy's ``sampling``.
+With top-p, top-k or a penalty, the engine samples from another distribution, and every ratio is wrong. So a trained
+policy may set a temperature and nothing else. Engines read sampling options from three sources:
+
+- an agent's calls: the gateway checks them, and this module checks the agent's ``args``;
+- the engine's own options (the model's ``args``): this module checks them;
+- the model's ``generation_config.json``, by default: :func:`trained_model` switches it off (vLLM:
+  ``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``).
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def _check_sampling(where: str, sampling: SamplingConfig, loss: str) -> None:
         if value == neutral or (name == "temperature" and value):
             continue
         why = (
-            "the likeliest token has no probability to learn from"
+            "sampling without randomness gives no probabilities to learn from"
             if name == "temperature"
-            else (f"loss {loss} takes the probabilities of the whole distribution")
+            else (f"loss {loss} needs the probabilities of the whole distribution")
         )
         raise ValueError(f"{where}.{name} {value:g}: {why}; leave it out (a trained policy may have a temperature)")
 
@@ -113,11 +114,11 @@ def _check_option(where: str, option: str, value: Any, sampling: SamplingConfig,
     if value is None or (option == "logit_bias" and not value):
         return
     if option == "logit_bias":
-        raise ValueError(f"{where}: tokens of a trained policy are its own choice; leave it out")
+        raise ValueError(f"{where}: a trained policy must choose its tokens freely; leave it out")
     own = getattr(sampling, option)
     if not isinstance(value, int | float) or (-1 if option == "top_k" and value == 0 else value) != own:
         raise ValueError(
-            f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}); tokens sampled otherwise are not "
+            f"{where} {value!r}: a trained policy is sampled with {own:g} ({key}), and calls with other values are not "
             "trained on; leave it out"
         )
 

@@ -180,8 +180,8 @@ class TrainingConfig(Section):
     prompts: PromptsConfig = PromptsConfig()
     """Which tasks are asked for."""
     constrained: Literal["mask", "refuse"] = "mask"
-    """Calls of a trained policy that differ from its ``sampling`` or constrain its tokens: ``mask`` stores them with
-    loss mask 0, ``refuse`` answers them with error 400. Default: ``mask``."""
+    """Handling of calls of a trained policy that differ from its ``sampling`` or constrain its tokens. ``mask``: store
+    them with loss mask 0. ``refuse``: answer with error 400. Default: ``mask``."""
     steps: int = Field(100, ge=1)
     """Steps of the whole training. Default: 100."""
     seed: int = Field(0, ge=0)

@@ -33,12 +33,12 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def without_links(folder: Path) -> Iterator[Path]:
-    """Opens a directory, made if it does not exist, and yields a path that stays that of the open directory.
+    """Opens a directory, creates it if needed, and yields a path that always refers to the opened directory.
 
-    A run directory may come from another user, with a link in the place of a directory that is written to.
+    Use it for directories of a run, because a run from another user may have a symbolic link in their place.
 
     Raises:
-        OSError: It is a link, or cannot be opened.
+        OSError: The directory is a symbolic link, or cannot be opened.
     """
     if not folder.is_symlink():
         make_directory(folder)
@@ -52,7 +52,7 @@ def without_links(folder: Path) -> Iterator[Path]:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
         os.close(descriptor)
-        file_mode.cache_clear()  # the next directory may get this number
+        file_mode.cache_clear()  # the cached path contains a descriptor number that may be reused
 
 
 def write_atomic(

@@ -1,7 +1,7 @@
-"""Child processes: none outlives the one that started it, and programs of ours, which import little and start fast.
+"""Child processes that end with their parent, and fast starts of this package's own programs.
 
-No process outlives its parent by the kernel's parent-death signal (prctl ``PR_SET_PDEATHSIG``). What reads files of
-another user runs in a child with limits (:func:`run_confined`).
+The kernel's parent-death signal (prctl ``PR_SET_PDEATHSIG``) ends a child with its parent. Code that reads files of
+another user runs in a child with resource limits (:func:`run_confined`).
 """
 
 from __future__ import annotations
@@ -114,28 +114,28 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
 
 
 class Limits(NamedTuple):
-    """What a process may take."""
+    """Resource limits of a process."""
 
     memory_bytes: int
-    """Of private memory that it can write to. Of address space, libraries reserve more than they use."""
+    """Limit of private writable memory. Address space is not limited, because libraries reserve more than they use."""
     cpu_s: int
     file_bytes: int
-    """Size of each file that it writes."""
+    """Maximum size of each file that the process writes."""
 
 
 def confine(limits: Limits, network: bool = False) -> None:
-    """Limits this process and its children for good.
+    """Limits this process and its children permanently.
 
     Args:
-        network: Leave it the network. Without it, the process gets a network namespace of its own, where the kernel
-            lets users make one.
+        network: Keep the network. Otherwise the process enters an empty network namespace, if the kernel lets users
+            create one.
     """
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
     for kind, most in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread of numpy's would take its part
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each further thread of numpy would use memory
     if not network:
         _leave_network()
 
@@ -150,9 +150,9 @@ def _leave_network() -> None:
 
 
 def run_confined(call: Callable[[], int], limits: Limits, network: bool = False) -> int:
-    """Calls a function in a child process and returns its exit status, or the negative number of a signal.
+    """Calls a function in a child process. Returns the exit status, or a signal as a negative number.
 
-    The child has this process's terminal, so that an interruption reaches it too.
+    The child shares this process's terminal, so Ctrl-C reaches it too.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

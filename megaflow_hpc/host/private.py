@@ -44,21 +44,22 @@ _MOST_LINKS = 40
 
 
 def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what: str = "it") -> str:
-    """Returns who else could change ``path``, or put something else in its place; empty if nobody could.
+    """Returns which other user could change or replace ``path``; empty if no user could.
 
-    Every component of the path is checked, links included: it must belong to this user, to root or to ``owner``, and
-    its group and others must not be allowed to write to it. In a directory above ``path`` they may, if it has the
-    sticky bit: then nobody renames what belongs to others. What is missing is taken for something that this user makes.
+    Checks every component of the path, symbolic links included. Each must belong to this user, to root or to ``owner``,
+    and must not be writable by its group or others. A directory above ``path`` may be writable if it has the sticky
+    bit, because users cannot rename each other's files there. A missing component is assumed to be created by this
+    user.
 
     Args:
         path: A file or directory.
-        owner: Another user who is trusted with it, such as the one who keeps a group's image store.
-        what: What ``path`` is, for the message.
+        owner: Another trusted user, such as the one who keeps a group's image store.
+        what: Description of ``path`` for the message.
 
     Returns:
-        The component, what is wrong with it, and the remedy.
+        A message with the component, the problem and the remedy.
     """
-    # In a user namespace without root, the owner of the root directory is who root is outside of it.
+    # In a user namespace that does not map root, the owner of the root directory is root outside of the namespace.
     trusted = {0, os.getuid(), os.stat("/").st_uid} | ({owner} if owner is not None else set())
     waiting = deque(os.path.join(os.getcwd(), path).split("/"))
     here, links = "/", 0
@@ -92,7 +93,7 @@ def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what
 
 
 def _open_to(path: str, found: os.stat_result, what: str) -> str:
-    """Says who may write to a file or directory, and how to change that."""
+    """Returns a message on who may write to a file or directory, and how to change that."""
     open_bits = found.st_mode & 0o022
     who = "its group" if open_bits == 0o020 else "everybody"
     change = {0o020: "g-w", 0o002: "o-w"}.get(open_bits, "o-w,g-w")
@@ -104,7 +105,7 @@ def _open_to(path: str, found: os.stat_result, what: str) -> str:
 
 
 def make_parents(path: Path) -> None:
-    """Makes the directories above ``path`` that are missing, writable by this user alone whatever the umask."""
+    """Creates missing directories above ``path``. Only this user can write to them, whatever the umask is."""
     for parent in reversed(path.parents):
         if not parent.exists():
             parent.mkdir(mode=0o755, exist_ok=True)

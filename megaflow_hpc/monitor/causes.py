@@ -1,4 +1,4 @@
-"""What made rollouts fail: of each cause the first one, with its error and the log of the pod that it ran in; and tasks
+"""Finds causes of failed rollouts: the first rollout of each cause, with its error and its pod's log. Also finds tasks
 whose verifier never gave a reward."""
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, P
 
 
 def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
-    """Returns a warning for each task whose verifier failed for every rollout that was verified.
+    """Returns a warning for each task whose verifier failed for every verified rollout.
 
-    Such rollouts have reward 0. If all of a task have, the verifier is more likely to blame than the agents.
+    Such rollouts have reward 0. If all rollouts of a task have, the verifier is more likely to blame than the agents.
 
     Args:
-        rollouts: all that are stored.
+        rollouts: all stored rollouts.
     """
     found: dict[str, list[RolloutEvent]] = {}
     for event in rollouts:

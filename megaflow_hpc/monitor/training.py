@@ -13,11 +13,12 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
 NOTHING_SAMPLED = "nothing sampled"
-"""Why a step dropped a rollout without a token to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
+"""Reason for dropping a rollout without a token to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
 SUSPICIOUS_Z = 6.0
-"""Size of ``sampling_z``, in the mean of the last steps, above which a policy's sampling is doubted."""
+"""Warn if ``sampling_z``, averaged over the last steps, is larger than this in absolute value."""
 SUSPICIOUS_SHARE = 0.03
-"""Relative difference of ``sampling_temperature`` below which it is not: much data shows what does not matter."""
+"""Do not warn if ``sampling_temperature`` differs from 1 by less than this: with much data, z is large for harmless
+differences too."""
 STEPS = 5
 """The last steps that are shown; their means stand for how it goes now."""
 SHOWN = {
@@ -113,7 +114,7 @@ def _sampling_warning(means: Mapping[str, float | None]) -> Iterator[str]:
     if z is not None and seen is not None and abs(z) > SUSPICIOUS_Z and abs(seen - 1) > SUSPICIOUS_SHARE:
         yield (
             f"tokens look sampled at {seen:.2g} times the temperature that they are trained at (z {z:.0f}): the engine "
-            "samples otherwise than it reports; compare its options with the policy's sampling"
+            "does not sample with the probabilities that it reports; compare its options with the policy's sampling"
         )
 
 
@@ -122,7 +123,7 @@ def _nothing_warning(commits: list[Commit]) -> Iterator[str]:
     if dropped > sum(commit.metrics.get("rollouts", 0.0) for commit in commits):
         yield (
             f"{dropped:.0f} rollouts of the last {len(commits)} steps had no token that the policy sampled freely, and "
-            "are not trained on: the agent asks for other sampling than the policy's, or constrains its answers "
+            "are not trained on: the agent overrides the policy's sampling, or constrains its answers "
             f"({docs('reference/request-options.md')})"
         )
 

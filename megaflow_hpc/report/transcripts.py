@@ -79,7 +79,7 @@ def transcripts(store: TrajectoryStore, rows: Rollouts, wanted: Wanted, sharing:
 
 
 def transcript_of(row: Row) -> Transcript:
-    """Returns the conversations of a rollout, each under a heading if there are several."""
+    """Returns the conversations of a rollout. If there are several, each has a heading."""
     found = row.conversations
     if len(found) == 1:
         return messages_of(found[0].messages)

@@ -49,7 +49,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     protocol: str = "plain"
     """What the gateway may ask of the engine: ``text``, ``plain`` or ``split``."""
     template: str = ""
-    """What the served chat template does to earlier messages; empty if unknown."""
+    """How the served chat template changes earlier messages; empty if unknown."""
     weight: float = 1.0
     """Share of the policy's requests, relative to its other servers."""
     tls_fingerprint: str = ""

@@ -93,8 +93,8 @@ class EnginePool:
         """Returns the number of servers by policy.
 
         Raises:
-            ConfigError: It is no pool, this user may not use it, or others than its owner could have replaced it: they
-                would read every prompt.
+            ConfigError: It is not a pool, this user may not use it, or users other than its owner could have replaced
+                it and would read every prompt.
         """
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):

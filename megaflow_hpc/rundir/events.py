@@ -130,7 +130,7 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     inexact: Count = 0
     """Turns whose sampled token ids are not exact."""
     constrained: Count = 0
-    """Turns whose tokens the policy did not choose freely."""
+    """Number of turns with constrained tokens."""
     cpu_s: Number | None = None
     """CPU seconds of its sandboxes; ``None`` where unknown, as the two that follow."""
     memory_peak_mb: Number | None = None

@@ -92,19 +92,19 @@ class RunDir:
             make_directory(self.path / room)
 
     def check_ours(self, to_run: bool = False) -> None:
-        """Checks that the run directory is this user's, and that what is written in it stays in it.
+        """Checks that the run directory belongs to this user, and that no link redirects writes to another place.
 
         Args:
-            to_run: Jobs will run what is in it: also :meth:`check_place`.
+            to_run: Also call :meth:`check_place`, because jobs will run files of the directory.
 
         Raises:
-            ConfigError: It is another user's, who alone may change it; or it was unpacked from an archive in which
-                directories are links.
+            ConfigError: The directory belongs to another user, or one of its directories is a symbolic link, as in an
+                unpacked archive.
         """
         try:
             owner = self.path.stat().st_uid
         except FileNotFoundError:
-            return  # who reads it says so
+            return  # the reader reports the error
         if os.getuid() not in (owner, 0):
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
         for room in (self.tasks, self.ledger, self.endpoints, self.shards, self.partial, self.events, self.live):
@@ -114,12 +114,12 @@ class RunDir:
             self.check_place()
 
     def check_place(self) -> None:
-        """Checks that no other user could put something else in the place of the run directory.
+        """Checks that no other user could replace the run directory.
 
-        Jobs run what is in it, long after it was planned.
+        Jobs run files of this directory, perhaps days after it was planned.
 
         Raises:
-            ConfigError: Names the directory that others may write to, and the remedy.
+            ConfigError: Names the directory that other users may write to, and the remedy.
         """
         if why := who_may_replace(self.path):
             raise ConfigError(f"run directory {self.path}: {why}; jobs run what they find there")

@@ -1,5 +1,5 @@
-# Another user who may write beside RUN could have put a directory of theirs there while this job was queued. RUN is opened
-# once, so that what is checked is what is sourced.
+# While this job was queued, a user who may write to the parent of RUN could have replaced RUN. Open it once, so that the
+# script sources the same file that it has checked.
 exec {own}<"$RUN" || exit 2
 # shellcheck disable=SC1090
 if [ -O "/dev/fd/$own" ] && [ -O "/dev/fd/$own/env.sh" ]; then . "/dev/fd/$own/env.sh"; else

@@ -1,8 +1,8 @@
-"""The text of every batch script, by one pure function.
+"""Renders every batch script with one pure function.
 
-``--dry-run`` prints exactly what is submitted, and the scripts under ``sbatch/`` are this function's output for no
-campaign at all, so that the by-hand way and the automatic one run the same lines. The bodies are ``pods.sh``,
-``servers.sh``, ``trainer.sh``, ``gather.sh`` and ``images.sh`` beside this module; each begins with ``own.sh``.
+``--dry-run`` prints exactly the text that is submitted. The scripts in ``sbatch/`` are this function's output without a
+campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``, ``servers.sh``,
+``trainer.sh``, ``gather.sh`` and ``images.sh`` in this directory; each begins with ``own.sh``.
 """
 
 from __future__ import annotations

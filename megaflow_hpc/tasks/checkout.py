@@ -1,12 +1,12 @@
-"""The git checkout that an agent works in: where it stood when it was handed out, and what was changed since.
+"""Records the commit of the git checkout that an agent gets, and computes the agent's patch against it.
 
-An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``; it may set hooks,
-filters, attributes and drivers that run when git looks. So where the checkout stood is kept on the host
-(``checkout.json`` beside the sandbox's layer), and the difference is taken with a git directory of our own, that has
-neither configuration nor index nor references of the agent's: of its repository only the objects are read. Where they
-are gone, the image's repository is laid bare for a moment. Patches travel as JSON, so a file that is not UTF-8, or has
-NUL bytes, is a binary hunk. What git says remains the agent's word, as git is a program
-of its sandbox: a patch is what an agent submits, never a proof.
+An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``. It may also set hooks,
+filters, attributes and drivers that run when git reads the checkout. So the commit is stored on the host
+(``checkout.json`` next to the sandbox's layer). The patch is computed with a separate git directory that has none of
+the agent's configuration, index or references; only the objects of the agent's repository are read. If those are gone,
+the repository of the image is exposed for a moment. Patches are stored as JSON, so files that are not UTF-8 or contain
+NUL bytes become binary hunks. Git runs in the sandbox, where the agent can replace it. So a patch is a submission,
+never a proof.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ export GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 GIT_ATTR_SOURCE={commit} 
 g() {{ git {settings} "$@"; }}
 g cat-file -e '{commit}^{{tree}}' 2>/dev/null || exit {gone}
 g read-tree {commit} || exit 1
-g add -A --ignore-errors . >&2 # what cannot be added is said, and the rest counts
+g add -A --ignore-errors . >&2 # reports files that cannot be added, and continues
 {diffs}
 """
 _DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ \
   {commit} {paths} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
 _PATHS_BYTES = 40_000
-"""Bytes of paths in one command; if more files than that are not UTF-8, all are binary hunks."""
+"""Maximum bytes of paths in one command. If the paths of files that are not UTF-8 need more, all files become binary
+hunks."""
 _ESCAPED = re.compile(rb"\\([0-3][0-7]{2}|.)")
 _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
 
@@ -235,7 +236,7 @@ async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
 
 
 async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -> Patch | None:
-    """Runs commands that print parts of a patch; ``None`` if the commit is not to be found."""
+    """Runs commands that print parts of a patch. Returns ``None`` if the commit does not exist."""
     long = len(start.commit) == 64
     script = _READ.format(
         top=shlex.quote(start.top),
@@ -270,7 +271,7 @@ _GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [
 
 
 def _not_text(patch: bytes) -> list[str]:
-    """Returns the files whose changes hold bytes that are not UTF-8, or NUL."""
+    """Returns the files whose changes contain NUL or bytes that are not UTF-8."""
     found = dict.fromkeys(name for part in _parts(patch) if not _is_text(part) for name in _names(part))
     return [name for name in found if "\0" not in name]
 
@@ -284,7 +285,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _parts(patch: bytes) -> list[bytes]:
-    """Returns the changes of each file; no line within them begins as their head does."""
+    """Splits a patch by file. No line of a change begins like the header of a file."""
     return re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
 
 
@@ -297,13 +298,13 @@ def _names(part: bytes) -> list[str]:
         if line.startswith(b"rename from "):
             to = next((other for other in lines if other.startswith(b"rename to ")), line)
             return [_unquoted(line[12:]), _unquoted(to[10:])]
-    both = head[len(b"diff --git ") :]  # twice the same name, after a/ and b/
+    both = head[len(b"diff --git ") :]  # the same name twice, after a/ and b/
     name = _unquoted(both[: len(both) // 2])
     return [name.removeprefix("a/")]
 
 
 def _unquoted(name: bytes) -> str:
-    """Returns a path as git prints it, in quotes if it has special characters."""
+    """Decodes a path that git has put in quotes because of special characters."""
     if name.startswith(b'"'):
 
         def plain(found: re.Match[bytes]) -> bytes:

@@ -40,13 +40,13 @@ class VerificationContext:
     fresh: bool = False
     """Keep of the agent's changes only the work directory and the declared artifacts."""
     as_left: bool = False
-    """Keep all of them, false programs too."""
+    """Keep all of the agent's changes, replaced programs too."""
     network: Network | None = None
     """Network of tests that may use one; ``None``: the network that the sandbox has."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
     """Starts the sandbox of a separate verifier, given its environment as a task."""
     patch: Patch | None = None
-    """The difference that the agent made to the git checkout in the work directory, if there was a checkout."""
+    """The agent's changes to the git checkout in the work directory, if there was a checkout."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ class TaskFormat(Protocol):
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
     ) -> Verdict:
-        """Judges what the agent left; its processes have ended. Called again if it failed by no fault of the tested
-        code (:func:`megaflow_hpc.tasks.steps.verify`).
+        """Judges the state that the agent left, after its processes have ended. Called again if the infrastructure
+        failed (:func:`megaflow_hpc.tasks.steps.verify`).
 
         Args:
-            stay: the sandbox is used further, and gets its own container back.
+            stay: the sandbox is used again afterwards, so restore the agent's container.
 
         Raises:
-            SandboxError: a sandbox was lost. What tests do wrong is in the verdict's ``error``.
-            ModelServiceError: a judge that the task's own code asks is away.
+            SandboxError: a sandbox was lost. Errors of the tests are in the verdict's ``error``.
+            ModelServiceError: a judge that the task's own code asks is down.
             ConfigError: the task cannot be verified in this way.
         """
 

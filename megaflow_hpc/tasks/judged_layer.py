@@ -1,10 +1,10 @@
-"""Which of an agent's changes tests meet, in every task format: the layer before tests run, and the way back.
+"""Prepares a sandbox's layer for the tests, in every task format, and restores it for the agent afterwards.
 
-``fresh`` keeps what is at given paths. ``shared`` keeps besides what the agent added outside the system directories.
-``as-left`` keeps everything. The rules are those of :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir`.
+``fresh`` keeps the agent's changes at given paths. ``shared`` also keeps files that the agent added outside the system
+directories. ``as-left`` keeps every change. :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir` has the rules.
 
-Programs read settings from the home directory, so the tests get the image's. If a kept path covers it (the work
-directory is ``/root``), they get an empty one of their own.
+Programs read settings from the home directory, so the tests get the home directory of the image. If a kept path covers
+it, as with work directory ``/root``, they get an empty one instead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megaflow_hpc.host.process import environment
 from megaflow_hpc.tasks.formats import VerificationContext
 
 OWN_HOME = "/.megaflow-home"
-"""Home directory of tests if the agent could write to the usual one."""
+"""Home directory of tests if the agent's changes in the usual one are kept."""
 _LOADED = ("PATH", "HOME", "BASE", "ENV")
-"""How the names of variables end that name files and directories which programs load (``PYTHONPATH``, ``CARGO_HOME``,
+"""Endings of variable names whose values are files or directories that programs load (``PYTHONPATH``, ``CARGO_HOME``,
 ``PYTHONUSERBASE``, ``BASH_ENV``)."""
 _OTHERS = ("PATH", "HOME")
 _MOST_NAMED = 50
@@ -38,10 +38,9 @@ class JudgedLayer:
     """The layer of one sandbox while its agent is judged.
 
     Args:
-        kept: absolute paths to which the agent may have written; every change there is kept. ``/`` says that the task
-            has no work directory.
-        env: variables of the tests, over those of the spec.
-        prepare: called with the layer's paths when the layer has become the tests'.
+        kept: absolute paths at which the agent's changes are kept; ``/`` if the task has no work directory.
+        env: environment variables of the tests, which override those of the spec.
+        prepare: called with the layer's paths once the layer is ready for the tests.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class JudgedLayer:
         assumed = self._depends()
         shown = (os.fsdecode(entry).partition("=") for entry in environment(self._sandbox.pid or 0))
         self._variables |= {name: value for name, _, value in shown} | self._given
-        if self._depends() != assumed:  # the image has directories of programs, or a home, of its own
+        if self._depends() != assumed:  # the image sets PATH or HOME itself: start again by its values
             await self._sandbox.restart(self.spec(spec), self.enter)
 
     async def start_when_used(self) -> None:
-        """Ends every process; the next command starts the tests' container."""
+        """Ends every process. The next command starts the tests' container."""
         self._sandbox.spec = self.spec(self._sandbox.spec)
         await self._sandbox.end_processes(self.enter)
 
     def spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Returns the spec of the tests' container, with a home directory of their own if they need one."""
+        """Returns the spec of the tests' container, with an empty home directory if they need one."""
         if not self._needs_home():
             return spec
         own = Path(self._sandbox.directory, "tests-home")
@@ -88,7 +87,7 @@ class JudgedLayer:
         return replace(spec, env={**spec.env, "HOME": OWN_HOME}, binds=(*spec.binds, f"{own}:{OWN_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
-        """Makes the layer the tests'; one that an earlier try has left so is made the agent's first."""
+        """Prepares the layer for the tests, after undoing what an interrupted earlier attempt has prepared."""
         self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
@@ -97,8 +96,7 @@ class JudgedLayer:
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
-        """Makes the layer the agent's again, with what happened at the kept paths since; the image's programs are its
-        own."""
+        """Restores the agent's layer, with the tests' changes at the kept paths and with the image's own programs."""
         self._put_back(paths)
         upperdir.restore(paths.upper, paths.image, self._kept)
 
@@ -110,13 +108,13 @@ class JudgedLayer:
 
     @property
     def note(self) -> str:
-        """Names the agent's changes that the tests did not meet, as a line for the log; empty if there are none."""
+        """Log line with the agent's changes that were hidden from the tests; empty if nothing was hidden."""
         names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        return f"\n--- taken from the image again: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
+        return f"\n--- changes that the tests did not see: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
 
     def _depends(self) -> tuple[bool, Rules | None]:
-        """What of the variables decides how the tests' container starts."""
+        """Returns those settings of the tests' container that depend on environment variables."""
         return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules()
 
     def _needs_home(self) -> bool:
@@ -138,7 +136,7 @@ class JudgedLayer:
 
 
 def home_of(spec: SandboxSpec) -> str:
-    """Returns the home directory of a sandbox's programs, unless an image of another user sets one."""
+    """Returns the default home directory in a sandbox. An image may set another one."""
     usual = "/root" if spec.as_root else pwd.getpwuid(os.getuid()).pw_dir
     return spec.env.get("HOME", usual).rstrip("/")
 
@@ -148,11 +146,11 @@ def _aside(paths: LayerPaths) -> Path:
 
 
 def _note(paths: LayerPaths) -> Path:
-    """The file that lists what was taken from the layer set aside."""
+    """Returns the file that lists the paths that were moved to the tests' layer."""
     return paths.upper.with_name("agent.json")
 
 
 def _relative(paths: Iterable[str]) -> list[str]:
-    """The absolute ones of ``paths``, relative to the root, without the root itself."""
+    """Returns the absolute paths among ``paths``, relative to the root and without the root itself."""
     places = (os.path.normpath(path).strip("/") for path in paths if path.startswith("/"))
     return [place for place in places if place]

@@ -1,4 +1,4 @@
-"""Takes secret values out of what is stored of a verification: as they are, and encoded as tools print them."""
+"""Masks secret values in the stored results of a verification, both plain and in encodings that tools print."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megaflow_hpc.types import Artifact, Verdict
 
 MASK = b"[masked]"
 SHORTEST = 6
-"""Characters. A shorter value is no secret, and masking it would destroy what the tests say."""
+"""Minimum number of characters of a secret. Masking shorter values would make the tests' output unreadable."""
 
 
 class Mask:
-    """Masks values.
+    """Replaces secret values in data.
 
     Args:
-        values: none of them is left in what the methods return.
+        values: the secrets.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -29,15 +29,15 @@ class Mask:
         self._pattern = re.compile(b"|".join(map(re.escape, words))) if words else None
 
     def data(self, data: bytes) -> bytes:
-        """Returns ``data`` without the values."""
+        """Returns ``data`` with all values masked."""
         return self._pattern.sub(MASK, data) if self._pattern else data
 
     def text(self, text: str) -> str:
-        """Returns ``text`` without the values."""
+        """Returns ``text`` with all values masked."""
         return self.data(text.encode("utf-8", "surrogatepass")).decode("utf-8", "surrogatepass")
 
     def verdict(self, verdict: Verdict) -> Verdict:
-        """Returns a verdict without the values: in output, errors, names of rewards and artifacts."""
+        """Returns a verdict with all values masked in output, error, names of rewards, and artifacts."""
         if self._pattern is None:
             return verdict
         return replace(
@@ -60,7 +60,7 @@ def _forms(value: str) -> Iterator[bytes]:
     yield raw
     for text in (*percent, *lower, json.dumps(value)[1:-1], raw.hex(), raw.hex().upper(), repr(value)[1:-1]):
         yield text.encode("utf-8", "surrogatepass")
-    for offset in range(3):  # what comes before the value shifts it in base64
+    for offset in range(3):  # the base64 form depends on the number of bytes before the value
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             whole = encode(bytes(offset) + raw)
             form = whole[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]

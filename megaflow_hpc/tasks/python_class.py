@@ -16,7 +16,7 @@
             answer = await sandbox.read("answer")     # None if there is no such file
             return float(answer == b"3\\n")
 
-        async def solve(self, sandbox):               # optional; what the oracle agent does
+        async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
 ``setup``, ``score`` and ``solve`` may be plain functions too: they then run in a thread, and their sandbox's ``exec``,
@@ -24,10 +24,10 @@
 class method ``instances`` that returns ``{name: keyword arguments}`` it is one task for each. ``setup`` and ``score``
 of a rollout are called on the same instance.
 
-The code runs in the worker, imported from the campaign file's directory or wherever the interpreter finds it. What
-``setup`` raises is the user's failure, named by file and line. What ``score`` raises is reward 0 with the error of the
-verifier: the agent may have caused it. A ``score`` that asks a judge raises
-:class:`~megaflow_hpc.errors.ModelServiceError` when the judge is away; it is then called again.
+The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
+``setup`` raises, the rollout fails with kind ``user``, and the error names file and line. If ``score`` raises, the
+reward is 0 with an error of the verifier, because the agent may have caused it. A ``score`` that uses a judge should
+raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; it is then called again.
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     """Runs ``score`` after every process of the agent has been killed.
 
     Raises:
-        UserCodeError: ``score`` raised, or gave something that is no reward.
+        UserCodeError: ``score`` raised, or returned an invalid reward.
         SandboxError: the sandbox was lost; ``score`` can be called again.
-        ModelServiceError: ``score`` raised it; it can be called again.
+        ModelServiceError: ``score`` raised it, and can be called again.
     """
     context = context or VerificationContext()
     layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
@@ -241,7 +241,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     rewards: dict[str, float] = {}
     for name, value in given.items():
         number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not abs(number) <= LARGEST:  # also of NaN
+        if not isinstance(name, str) or not abs(number) <= LARGEST:  # also catches NaN
             raise UserCodeError(
                 f"{code_of(instance.score)}: score of task {task.id} gave {found!r:.80}; expected a finite number, or "
                 "such numbers by name"

@@ -41,7 +41,7 @@ def verification_context(
     images: Mapping[str, str],
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
 ) -> VerificationContext:
-    """Where and how a campaign verifies a task.
+    """Returns where and how a campaign verifies a task.
 
     Args:
         images: image name in the tasks → SIF file or directory.

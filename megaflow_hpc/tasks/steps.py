@@ -1,10 +1,10 @@
-"""A task from a fresh sandbox to its verdict: prepared, and per step handed to an agent and verified.
+"""Runs a task from a fresh sandbox to its verdict: prepares the sandbox, then runs an agent and a verifier per step.
 
-Campaigns and ``tasks validate`` both run tasks by :func:`run_steps`, and so judge them alike.
+Campaigns and ``tasks validate`` both use :func:`run_steps`, so they judge tasks in the same way.
 
-Once an agent has ended there is a verdict, whatever the code that is tested does: a verifier that leaves no valid
-reward is reward 0 with the verifier's error, in every format. The verification is repeated on what the agent left,
-which the agent cannot be asked for again, if the node may have failed; see :func:`_on_kept_state`.
+Once an agent has ended, it gets a verdict, no matter what the tested code does. If the verifier leaves no valid reward,
+the reward is 0 and the verdict has the verifier's error, in every format. If the node may have failed, the verification
+is repeated on the files that the agent left; see :func:`_on_kept_state`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megaflow_hpc.types import Task, Verdict
 
 T = TypeVar("T")
 PAUSES_S = 1.0, 5.0
-"""Seconds before the second and the third try of a verification that failed by no fault of the tested code. If it is
-the job that ends, its signal has reached this process after the first."""
+"""Seconds before the second and the third attempt of a verification that failed because of the infrastructure. If the
+job is ending, its signal reaches this process within the first pause."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 RunAgent = Callable[[int, Task], Awaitable[None]]
@@ -42,12 +42,12 @@ RunAgent = Callable[[int, Task], Awaitable[None]]
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Makes a fresh sandbox ready: work and log directories, what the format adds, where a checkout in it stands.
+    """Prepares a fresh sandbox: creates work and log directories, runs the format's set-up, records the git commit.
 
-    Ends every process that set-up or a health check left: it could read the agent's key.
+    Ends every process that set-up or a health check left running, because it could read the agent's key.
 
     Raises:
-        SandboxError: it cannot be done; the rollout fails.
+        SandboxError: the sandbox cannot be prepared; the rollout fails.
     """
     workdir = task.workdir or "/"
     await checkout.remember(sandbox, workdir, make=LOGS)
@@ -57,7 +57,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
 
 
 async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
-    """Makes a sandbox ready for one step, under the step's user; ends every process that set-up left.
+    """Prepares a sandbox for one step, as the step's user. Ends every process that set-up left running.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -82,17 +82,19 @@ async def run_steps(
     under_way: bool = False,
     verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Verdict:
-    """Runs the steps of a task in a prepared sandbox; a step that fails its minimum is the last, and so is one that
-    cannot be set up in what the steps before have left: it has earned nothing.
+    """Runs the steps of a task in a prepared sandbox.
+
+    Stops after a step whose reward is below its minimum. Also stops at a step that cannot be set up on the files that
+    earlier steps left; that step has reward 0.
 
     Args:
-        verdicts: those of steps that were run before, which are not run again; each new one is appended.
-        under_way: the first step to run was begun before, and is not begun again.
-        verifying: entered while a step is verified.
+        verdicts: verdicts of earlier steps, which are not run again. New verdicts are appended.
+        under_way: the first step to run has begun already, so do not begin it again.
+        verifying: context manager that is entered while a step is verified.
 
     Raises:
         SandboxError: a sandbox was lost, or the first step cannot be set up.
-        ModelServiceError: a judge that the task's own code asks is away.
+        ModelServiceError: a judge that the task's own code asks is down.
         ConfigError: the task cannot be verified in this way.
     """
     found = format_of(task)
@@ -103,7 +105,7 @@ async def run_steps(
         if under_way:
             if step.user != sandbox.spec.user:
                 await sandbox.restart(replace(sandbox.spec, user=step.user))
-        elif not verdicts:  # no agent has been in it
+        elif not verdicts:  # no agent has run in this sandbox yet
             await begin(step, sandbox)
         else:
             _, why = await _on_kept_state(partial(begin, step, sandbox), step, context)
@@ -137,19 +139,19 @@ async def verify(
     stay: bool = False,
     names: Sequence[str] = (),
 ) -> Verdict:
-    """Judges a task, or a step, after its agent has ended; what is left of the agent's processes is ended first.
+    """Judges a task, or a step, after its agent has ended. Kills the agent's remaining processes first.
 
-    Where the work directory is a git checkout, what the agent changed there is the artifact ``patch``. A verifier that
-    leaves no valid reward is reward 0 with its ``error``.
+    If the work directory is a git checkout, the artifact ``patch`` has the agent's changes there. If the verifier
+    leaves no valid reward, the reward is 0 and the verdict has an ``error``.
 
     Args:
-        context: default: in the agent's sandbox, with its network.
-        stay: the sandbox is used further: it gets its own container back, without tests and rewards.
-        names: rewards that the task is known to have; they are 0 where the verifier fails.
+        context: where and how to verify. Default: in the agent's sandbox, with its network.
+        stay: the sandbox is used again afterwards: restore the agent's container, without tests and rewards.
+        names: known names of the task's rewards; they are 0 if the verifier fails.
 
     Raises:
-        SandboxError: this node cannot run the tests. What tests and rewards do wrong is in the verdict's ``error``.
-        ModelServiceError: a judge that the task's own code asks is away.
+        SandboxError: this node cannot run the tests. Errors of tests and rewards are in the verdict's ``error``.
+        ModelServiceError: a judge that the task's own code asks is down.
         ConfigError: the task cannot be verified in this way.
     """
     found = format_of(step)
@@ -161,7 +163,7 @@ async def verify(
     async def judge() -> Verdict:
         if sandbox.spec == before:
             await sandbox.end_processes()
-        else:  # the last try left the verifier's
+        else:  # the last attempt left the verifier's container
             await sandbox.restart(before)
         if not patches:  # tests may change the checkout
             patches.append(await _difference(sandbox, step))
@@ -179,25 +181,25 @@ async def verify(
 async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch | None:
     try:
         return await checkout.difference(sandbox, step.workdir)
-    except LimitError as error:  # a program of the agent's took what there was; the tests get it anew
+    except LimitError as error:  # the agent's programs used up a limit, which starts at zero again for the tests
         return checkout.Patch(b"", str(error))
 
 
 async def _on_kept_state(
     work: Callable[[], Awaitable[T]], step: Task, context: VerificationContext
 ) -> tuple[T | None, str]:
-    """Does something with what an agent left. Tells failures of the node from what the agent's files and programs do.
+    """Runs ``work`` on the files that an agent left, and decides whether a failure is the node's or the rollout's.
 
-    A limit that was passed, a wrong file and an error of the task's own code are the rollout's doing. A container that
-    was lost, or that does not start on the agent's files, may be either's: if a sandbox of the same image starts here
-    without those files, the work is done once more, and a second failure is the rollout's doing.
+    An exceeded limit, an invalid file and an error of the task's own code count against the rollout. A container that
+    was lost, or that does not start on the agent's files, may have either cause. If a sandbox of the same image starts
+    on this node without those files, the work is repeated, and a second failure counts against the rollout.
 
     Returns:
-        What the work returned and nothing, or nothing and why the rollout is to blame.
+        The result of ``work`` and an empty text; or ``None`` and the reason why the rollout is to blame.
 
     Raises:
-        SandboxError: this node cannot do it.
-        ModelServiceError: a judge that the task's own code asks is away.
+        SandboxError: this node cannot do the work.
+        ModelServiceError: a judge that the task's own code asks is down.
         ConfigError: the task cannot be verified in this way.
     """
     node_works = False
@@ -215,7 +217,7 @@ async def _on_kept_state(
             failure = error
         except MegaflowError:
             raise
-        except Exception as error:  # a defect that the agent's files may have met on purpose
+        except Exception as error:  # a bug that the agent's files may have triggered on purpose
             return None, f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
         if pause_s is not None:
             await asyncio.sleep(pause_s)
@@ -224,7 +226,7 @@ async def _on_kept_state(
 
 
 async def _starts(step: Task, context: VerificationContext) -> bool:
-    """Whether a sandbox of the task's image starts on this node and runs a command."""
+    """Returns whether a sandbox of the task's image starts on this node and runs a command."""
     if context.start is None:
         return True
     try:

@@ -22,12 +22,12 @@ from megaflow_hpc.types import ExecResult, Task
 
 
 async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float) -> Any:
-    """Calls one method of a task with its sandbox, in the event loop or in a thread, within its time.
+    """Calls one method of a task with its sandbox, in the event loop or in a thread, with a time limit.
 
     Raises:
-        UserCodeError: for whatever else it raises, or when its time is over.
+        UserCodeError: the method raised any other error, or its time is over.
         SandboxError: the sandbox was lost.
-        ModelServiceError: it raised that itself.
+        ModelServiceError: the method raised it.
     """
     limit = asyncio.timeout(timeout_s)
     try:

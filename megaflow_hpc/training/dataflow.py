@@ -113,7 +113,7 @@ class Dataflow:
         mine = self.record.policies.get(self.policy)
         model = (mine.model if mine else None) or {}
         self.temperature = float(model.get("sampling", {}).get("temperature", 1.0))
-        """At which the policy's tokens are sampled; a trainer divides logits by it."""
+        """Sampling temperature of the policy. A trainer divides logits by it."""
         self._owners = frozenset({self.policy}) if mine is None or mine.samples else None
         self._held_out = frozenset(self.record.held_out)
         self._agent = str(mine.agent.get("name", "")) if mine else ""

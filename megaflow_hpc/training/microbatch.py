@@ -31,9 +31,9 @@ class MicroBatch:
     offsets: NDArray[np.int64]
     """(S+1), where each sequence begins."""
     mask: NDArray[np.uint8]
-    """(T), 1 where the policy sampled a token freely, and it counts."""
+    """(T), 1 for tokens to train on, which the policy sampled freely."""
     logprobs: NDArray[np.float32]
-    """(T), the engine's; 0 where the mask is 0."""
+    """(T), the engine's log-probabilities; 0 where the mask is 0."""
     versions: NDArray[np.int32]
     """(T), ordinals of the versions that sampled; -1 where nothing was."""
     advantages: NDArray[np.float32]

@@ -80,7 +80,7 @@ class Step:
 
     @property
     def temperature(self) -> float:
-        """At which its tokens were sampled; a trainer divides logits by it."""
+        """Sampling temperature of the step's tokens. A trainer divides logits by it."""
         return self._flow.temperature
 
     @property

@@ -117,8 +117,8 @@ def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section:
         ("{engine: external, base_url: http://h/v1, thoughts: keep}", ""),
         ("{pool: p, thoughts: keep}", ""),
         ("{engine: sglang, path: m, thoughts: template}", ""),
-        ("{engine: sglang, path: m, thoughts: keep}", "engine sglang; vllm can, else leave it out"),
-        ("{path: m, thoughts: keep, also: [{engine: sglang}]}", "engine sglang; vllm can, else leave it out"),
+        ("{engine: sglang, path: m, thoughts: keep}", "engine sglang; use vllm, or leave it out"),
+        ("{path: m, thoughts: keep, also: [{engine: sglang}]}", "engine sglang; use vllm, or leave it out"),
         ("{path: m, thoughts: drop}", "model.thoughts 'drop': expected"),
     ],
 )

@@ -186,4 +186,4 @@ def test_calls_whose_tokens_are_masked_are_counted_and_named_at_the_end(run: Run
     monitor.refresh()
     rows = monitor.summary()
     assert rows["p"]["constrained"] == 7
-    assert "p: 7 model calls constrained their tokens or asked for other sampling" in summary({"policies": rows})
+    assert "p: 7 model calls constrained their tokens or overrode the policy's sampling" in summary({"policies": rows})

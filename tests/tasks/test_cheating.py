@@ -155,7 +155,7 @@ def test_in_the_agents_sandbox_the_verdict_is_honest(side_by_side: Side, hole: s
 
 def test_what_was_replaced_is_said(side_by_side: Side) -> None:
     verdict = side_by_side("a false bash")
-    assert re.search(r"taken from the image again: .*\busr/bin/bash\b", verdict.output)
+    assert re.search(r"changes that the tests did not see: .*\busr/bin/bash\b", verdict.output)
 
 
 def test_a_layer_that_the_agent_filled_is_judged(judge: Judge) -> None:
@@ -183,7 +183,7 @@ def test_a_false_tool_where_only_this_image_looks_is_taken_out(judge: Judge) -> 
     verdict = judge(agent, "command -v mine\n" + TEST, env={"PATH": path})
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
     assert "/opt/tools/bin/mine" in verdict.output
-    assert re.search(r"taken from the image again: .*\bopt/tools/bin/grep\b", verdict.output)
+    assert re.search(r"changes that the tests did not see: .*\bopt/tools/bin/grep\b", verdict.output)
 
 
 def test_a_library_cache_leads_no_shell_astray(judge: Judge) -> None:

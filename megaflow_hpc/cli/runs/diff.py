@@ -60,12 +60,13 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def compare(left: Row, right: Row) -> dict[str, Any]:
-    """Returns the differences of two trajectories as plain JSON. Messages are those of the main conversation, then what
-    the others add.
+    """Returns the differences of two trajectories as plain JSON. Compares the messages of the main conversation, then
+    those that the other conversations add.
 
     Returns:
-        ``ids``; ``fields``, pairs of values that differ, by name; ``tokens``, the first place where the token sequences
-        part, or null; ``messages``, how many are ``common`` at the beginning and a unified diff of the ``different``.
+        ``ids``; ``fields``, pairs of values that differ, by name; ``tokens``, the first position where the token
+        sequences differ, or null; ``messages``, the number of ``common`` leading messages and a unified diff of the
+        ``different`` rest.
     """
     fields: dict[str, list[Any]] = {name: [finite(getattr(row, name)) for row in (left, right)] for name in FIELDS}
     fields |= {
@@ -98,7 +99,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
 
 
 def _told(row: Row) -> list[dict[str, Any]]:
-    """Returns the main conversation, and behind it what the others add to those before them."""
+    """Returns the messages of the main conversation, then the messages that each other conversation adds."""
     found = row.conversations
     first = main(found, row.policy) if found else 0
     others = [one.messages[one.shared :] for number, one in enumerate(found) if number != first]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 Pieces = dict[int, str]
-"""Texts of token ids."""
+"""Token id → text."""
 HEAD, TAIL = 96, 32
 """Tokens printed of a longer run's beginning and end unless ``--full``."""
 WIDTH = 110
@@ -62,7 +62,7 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
 
 
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None, ids: set[int]) -> tuple[Pieces | None, str]:
-    """Returns the texts of the ids of a policy, if there is a tokenizer, and a note on its origin."""
+    """Returns the texts of a policy's token ids, if a tokenizer is known, and a note on the tokenizer's origin."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, pieces
 

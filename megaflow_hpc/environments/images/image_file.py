@@ -119,9 +119,9 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def read_checked(facts: ImageFacts, target: Path) -> None:
-    """Copies an image to ``target`` in one reading, and compares the digest of what was copied with the image's name.
+    """Copies an image to ``target``, and compares the digest of the copied bytes with the image's name.
 
-    Only the copy is what the digest says: the owner of a store may change the file itself at any time.
+    Use the copy afterwards: the owner of the store may change the file itself at any time.
     """
     digest = hashlib.sha256()
     with open(facts.path, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:

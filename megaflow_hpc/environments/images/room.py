@@ -173,10 +173,10 @@ def check_room(store: Path) -> None:
 
 
 def check_safe(root: Path) -> None:
-    """Refuses a store that somebody else than its owner could have changed.
+    """Refuses a store that users other than its owner could have changed.
 
     Raises:
-        SiteError: names the directory that others may write to, and the remedy.
+        SiteError: names the directory that other users may write to, and the remedy.
     """
     try:
         owner = root.stat().st_uid

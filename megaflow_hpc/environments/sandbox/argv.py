@@ -19,14 +19,14 @@ _SHARED = {
     "max_fanotify_groups": "fanotify/max_user_groups",
     "max_fanotify_marks": "fanotify/max_user_marks",
 }
-"""Limit of a user namespace → the limit of the user, of all whose namespaces together; below ``/proc/sys/fs``."""
+"""Limit of a user namespace → the limit of the user over all namespaces, as a path below ``/proc/sys/fs``."""
 _SHARE = 8
 _NESTED = {f"max_{kind}_namespaces": 256 for kind in ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup", "time")}
 
 
 @functools.cache
 def _shares() -> dict[str, int]:
-    """Limit of a user namespace → an eighth of what the user may have, so that no sandbox takes all of it."""
+    """Returns the limits of one sandbox: an eighth of the user's, so that no sandbox uses up all of them."""
     found: dict[str, int] = {}
     for name, file in _SHARED.items():
         try:
@@ -40,16 +40,16 @@ def _shares() -> dict[str, int]:
 def bounds(spec: SandboxSpec) -> Mapping[str, int]:
     """Returns the limits of a sandbox's outermost user namespace, by their name in ``/proc/sys/user``.
 
-    In a user namespace of its own a process could mount memory that no limit sees, and ask for kernel code that only
-    root may. So only those can be made that the start itself needs: for uid 0 none, for another uid its own and
-    Apptainer's. Nobody inside may lift a limit.
+    In a user namespace of its own, a process could mount memory that no limit counts, and reach kernel code that is
+    reserved for root. So a sandbox gets only the namespaces that its start needs: for uid 0 none, for another uid its
+    own and Apptainer's. No process in the sandbox can raise a limit.
     """
     return {**_shares(), **(_NESTED if spec.nested else {"max_user_namespaces": 0 if spec.as_root else 2})}
 
 
 def bounded(spec: SandboxSpec) -> str:
-    """Returns the line of shell by which root of a sandbox's outermost user namespace sets :func:`bounds`. Where
-    ``/proc/sys`` is read-only there are none."""
+    """Returns the shell line with which root of a sandbox's outermost user namespace sets :func:`bounds`. It has no
+    effect if ``/proc/sys`` is read-only."""
     lines = "".join(f"echo {number} >/proc/sys/user/{name}; " for name, number in bounds(spec).items())
     return f"{{ {lines}}} 2>/dev/null; "
 

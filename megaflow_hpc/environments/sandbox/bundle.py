@@ -162,11 +162,10 @@ class Bundle:
         watch.occupied = self.layer.occupied + sum(self._laid_out.get(directory, 0) for directory in own)
 
     async def start_again(self, spec: SandboxSpec, watch: Watch) -> Container:
-        """Starts a container; if none starts on what was left of the layer, takes what one needs from the image
-        again.
+        """Starts a container. If it does not start on the current layer, restores the image's files and tries again.
 
         Raises:
-            LostError: none starts even so.
+            LostError: the second start failed too.
         """
         try:
             return await self.start(spec, watch)

@@ -136,15 +136,15 @@ class SandboxFiles(ABC):
     async def download(self, source: str, target: str, budget: Budget | None = None) -> None:
         """Copies a file, or a directory's contents, out of the sandbox.
 
-        Only regular files, directories and symbolic links that stay inside ``target`` come out (host/unpack.py says
-        which). Directories need ``tar`` in the image. What stands at a place where a file goes is replaced, a link too.
+        Copies only regular files, directories and symbolic links that stay inside ``target`` (host/unpack.py has the
+        rules). Directories need ``tar`` in the image. Existing files and links at ``target`` are replaced.
 
         Args:
-            budget: what may be written, counted down; default :meth:`download_budget`.
+            budget: bytes and files that may be written, counted down. Default: :meth:`download_budget`.
 
         Raises:
-            SetupError: there is nothing at ``source``, it is larger than ``budget``, or what the sandbox's programs
-                sent is not to be unpacked. Part of it may stand at ``target`` then.
+            SetupError: ``source`` does not exist, is larger than ``budget``, or the sandbox's programs sent a stream
+                that cannot be unpacked. Part of it may be at ``target`` then.
             SandboxError: the sandbox was lost, or ``target`` cannot be written.
         """
 
@@ -219,15 +219,15 @@ async def _upload(sandbox: SandboxFiles, source: str, target: str, control: str,
 async def _download(fetch: Fetch, source: str, target: str, scratch: str, budget: Budget) -> None:
     """Copies a file or a directory's contents out of a sandbox; see :meth:`SandboxFiles.download`.
 
-    The sandbox's programs send a stream, which may be anything. It is kept in a file without a name up to a limit, past
-    which they are ended, and then unpacked.
+    The sandbox's programs send an untrusted stream. It is written to an unnamed file, and then unpacked. If the stream
+    exceeds a limit, the programs are killed.
 
     Args:
         scratch: directory for that file.
-        budget: what may be written to the host, counted down.
+        budget: bytes and files that may be written to the host, counted down.
 
     Raises:
-        SetupError: there is nothing at ``source``, or what was sent is too much or broken.
+        SetupError: ``source`` does not exist, or the stream is too large or broken.
         SandboxError: ``target`` cannot be written.
     """
     quoted = shlex.quote(source)

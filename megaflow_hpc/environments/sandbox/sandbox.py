@@ -160,7 +160,7 @@ class ApptainerSandbox(SandboxFiles):
 
     async def _end(self, change: Callable[[LayerPaths], None] | None) -> None:
         self._check_not_stopped()
-        await self._bundle.drop(self._watch)  # however it ended: nothing of the container is needed any more
+        await self._bundle.drop(self._watch)  # the container is not needed any more, even if it ended by itself
         if change is not None:
             await self._bundle.layer.change(change)
         self._renew()
@@ -171,9 +171,9 @@ class ApptainerSandbox(SandboxFiles):
         return await self._bundle.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
-        """Takes the sandbox back to image and spec as they were: every process gone, the writable layer emptied.
+        """Resets the sandbox to its image and spec: ends every process and empties the writable layer.
 
-        With mode ``persistent`` a container that stands by takes over, and the old one goes in the background.
+        With mode ``persistent``, a warm container takes over, and the old one is removed in the background.
         """
         async with self._changing:
             self._check_not_stopped()
@@ -321,10 +321,10 @@ class ApptainerSandbox(SandboxFiles):
         return result
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a listening socket on 127.0.0.1:``port`` inside (0: a free one), which the caller serves and closes.
+        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: a free port). The caller closes it.
 
-        For network ``gateway``: what the caller serves is all that can be reached. Until the next
-        ``kill_processes`` or ``reset``, which bring a new network namespace.
+        For network ``gateway``, where the sandbox reaches nothing else. The socket is valid until the next
+        ``kill_processes`` or ``reset``, which create a new network namespace.
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")

@@ -219,7 +219,7 @@ class Templates:
                 argv,
                 temporary=temporary,
                 timeout_s=self._timeout_s,
-                prefix=unshare(),  # without limits, which would hold for all clones together
+                prefix=unshare(),  # without limits, because all clones would share them
                 on_started=started,
             )
         except BaseException:

@@ -60,7 +60,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     options = dict(model.get("args") or {})
     gpus = int(model.get("gpus") or 0)
     built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
-    # Recorded is the probability with which a token was drawn, behind temperature and all else.
+    # Record the probability with which a token was drawn, after temperature and all other options.
     built_in |= {"uvicorn-log-level": "warning", "logprobs-mode": "processed_logprobs"}
     built_in["allowed-media-domains"] = list(model.get("media_domains") or [NOWHERE])
     if gpus > 1:
@@ -77,7 +77,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if count == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else torch.distributed listens where the host's name leads, if anywhere
     env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(IMAGE_PIXELS)}
-    # Parsers of some models hold calls that are free to choose a tool to a grammar otherwise.
+    # Otherwise the parsers of some models enforce a grammar even if the model may choose whether to call a tool.
     env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy passes them with the admin key only
     if options.get("enable-lora") or options.get("enable_lora"):

@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 
 class Admitted(NamedTuple):
-    """A call that was admitted: what goes to the engine."""
+    """A call that passed the checks, with the request for the engine."""
 
     request: dict[str, Any]
     size: int
-    """Bytes that it was."""
+    """Bytes of the agent's request."""
     free: bool
-    """Whether the policy chooses the answer's tokens freely."""
+    """True if nothing in the request constrains the policy's choice of tokens."""
     limit: int
-    """Tokens of the rollout's budget that each answer may have, where the request names no limit; 0: no limit."""
+    """Token limit of each answer from the rollout's budget, if the request has no limit of its own; 0: no limit."""
 
 
 class Calls:
@@ -55,10 +55,10 @@ class Calls:
 
     Args:
         caller: Asks the engines.
-        policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
+        policies: Model names that select a policy. Every other name selects the rollout's own policy.
         replays: Policies that are answered from a recorded campaign.
-        media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
-        sampling: How a policy's tokens are sampled; neutral for a policy that is not named.
+        media_domains: Policy → hosts from which its engines may fetch images. Default: no host.
+        sampling: Policy → how its tokens are sampled. Default: neutral settings.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Calls:
         free = self._is_free(rollout, asked)
         try:
             async with rollout.reserved(asked, choices(asked)) as limit:
-                if rollout.suspended:  # while it waited for others
+                if rollout.suspended:  # while this call waited for budget
                     raise self._refusal(rollout)
                 rollout.recorder.request_arrived()
                 rollout.in_flight += 1
@@ -170,7 +170,7 @@ class Calls:
             raise CallError(400, str(error)) from None
 
     def _is_free(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> bool:
-        """Returns whether the policy chooses the answer's tokens freely; refuses the call if the campaign says so."""
+        """Returns whether the call leaves the tokens to the policy. Refuses other calls if the campaign says so."""
         policy = self._policy(rollout, asked)
         sampling = self._sampling.get(policy, Sampling())
         found = constraints(asked, sampling.settings)

@@ -1,15 +1,15 @@
-"""The token ids of a prompt: the chat template's rendering, with the rollout's own answers as they were sampled.
+"""Builds the token ids of a prompt: the chat template's rendering, with earlier answers replaced by the sampled ids.
 
-A rendering encodes the text of each earlier answer anew, often to other ids than were sampled. Where it gives an answer
-word for word, the sampled ids replace it, so the sequence grows; white space between thought, text and tool calls may
-differ, as parsers leave there what templates add again. Where the template leaves a part of an answer out or
-changes it, the rendering itself is the prompt, as it is for every other client of the engine: a new sequence starts::
+A rendering re-encodes the text of each earlier answer, often to other ids than the sampled ones. If the rendering
+contains the full text of an answer, the sampled ids replace it, and the sequence grows. White space between thought,
+text and tool calls may differ, because parsers drop it and templates add it again. If the template omits or changes a
+part of an answer, the rendering is sent unchanged, and a new sequence starts::
 
-    rendered      [ prompt i           ][ answer i, encoded anew   ][ end of turn, observation, … ]
-    sent          [ all of sequence up to here, answer i as sampled ][ end of turn, observation, … ]
+    rendered      [ prompt i           ][ answer i, re-encoded     ][ end of turn, observation, … ]
+    sent          [ the sequence so far, with answer i as sampled  ][ end of turn, observation, … ]
 
-Many templates leave the thoughts of earlier answers out, Qwen3's from the next user message on. With ``thoughts: keep``
-in the campaign file's model section, every answer stays in the prompt as it was sampled.
+Many templates omit the thoughts of earlier answers; Qwen3's does so after the next user message. With
+``thoughts: keep`` in the campaign file's model section, every answer stays in the prompt as it was sampled.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megaflow_hpc.model.gateway.engine_call import Call, Refused
 from megaflow_hpc.model.gateway.recorder import Tip
 
 _TRIES = 4
-"""Sequences for which one call looks whether it continues them although the rendering of their prompts has changed."""
+"""Sequences that one call with ``thoughts: keep`` compares with, if its prompt extends no recorded rendering."""
 _SEED = 16
-"""Preceding tokens by which an engine's decoder knows how a text begins."""
+"""Prompt tokens sent along as context when the engine decodes the start of an answer."""
 
 
 async def continued(call: Call, rendered: array[int]) -> array[int]:
-    """Returns the prompt to send for a rendering; raises as :meth:`Call.post` does, or if an answer lacks a part."""
+    """Returns the prompt to send for a rendering. Raises as :meth:`Call.post` does, or if a reply is incomplete."""
     messages, recorder = call.body.get("messages") or (), call.recorder
     found = await aside(call.size, recorder.tip, rendered, messages, call.policy)
     if found is None:
@@ -52,12 +52,12 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
         return sequence.tokens[: tip.end] + tail
     if not call.keep_thoughts:
         return rendered
-    tail = await _tail(call, rendered, messages, tip)  # the answer may have become several turns
+    tail = await _tail(call, rendered, messages, tip)  # the template may have split the answer into several turns
     return sequence.tokens[: tip.end] + tail if tail else rendered
 
 
 async def _kept(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
-    """Returns the prompt that keeps the answers of a conversation whose past renders otherwise now."""
+    """Returns a prompt that keeps the sampled answers, although the template now renders earlier turns differently."""
     for sequence, tip in await aside(call.size, call.recorder.answered, messages, call.policy, _TRIES):
         if await _rendered(call, messages[: tip.messages]) == tip.rendered:
             tail = await _tail(call, rendered, messages, tip)
@@ -66,7 +66,7 @@ async def _kept(call: Call, rendered: array[int], messages: Sequence[Mapping[str
 
 
 async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Tip) -> bool:
-    """Returns whether two ways to encode an answer have the same text; bytes that are no UTF-8 at its end have none."""
+    """Returns whether two encodings of an answer have the same text. Invalid UTF-8 at the end is ignored."""
     end = None if tip.stop is None else -1
     both = [list(part[:end]) for part in (sampled, given)]
     seed = list(tip.rendered[-_SEED:])
@@ -81,7 +81,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
     try:
         choices = (await call.post(TEXTS, request, 8 * len(sampled)))["choices"] if asked else []
     except Refused:
-        return False  # it cannot tell
+        return False  # this server cannot decode ids
     texts = [str(choice["text"]).rstrip("\ufffd") for choice in choices]
     if len(texts) != len(asked):
         raise ValueError(f"{len(texts)} texts of {len(asked)}")
@@ -90,7 +90,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
 
 
 def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
-    """Returns thought, text and what is around them, without the white space between: parsers and clients trim it."""
+    """Splits a decoded answer into thought, text and the rest, and strips the white space that parsers also strip."""
     parts = []
     for said in (reasoning_of(answer), answer.get("content")):
         if (said := str(said or "").strip()) and said in text:
@@ -100,9 +100,9 @@ def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
 
 
 async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:
-    """Returns what follows the answer in a rendering; empty if that cannot be told.
+    """Returns the tokens after the answer in a rendering; empty if they cannot be determined.
 
-    It is what the rendering has in common with that of the same conversation with another answer.
+    Renders the conversation once more with a different answer: both renderings end with the same tokens.
     """
     said = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]

@@ -1,16 +1,16 @@
-"""The conversations of one rollout: a tree of messages, and where in it the messages of a call belong.
+"""The conversations of one rollout, stored as a tree of messages.
 
-A call's conversation is the path from a root to its answer. Conversations that begin alike share those messages::
+A call's conversation is the path from a root to its answer. Conversations with a common beginning share its nodes::
 
     system ── user ── answer 0 ── tool ── answer 1 ── tool ── answer 3      the agent
-                                                  └── tool ── answer 4      the same, its history edited
+                                                  └── tool ── answer 4      the agent, with an edited history
     system ── user ── answer 2                                              a sub-agent, started by call 1
 
-Agents hand earlier answers back in their client's form: arguments of a tool call encoded anew or completed by defaults,
-reasoning dropped because its API does not carry it, white space trimmed. Such a message is the recorded answer if it
-means the same **and** stands at the same place of the same conversation. Then the engine gets the answer as it wrote
-it. If several answers fit, those that the rest of the conversation does not rule out must agree; otherwise the engine
-gets what the client sent, and the conversation is a branch of its own.
+Clients change earlier answers before they send them back. They re-encode the arguments of a tool call, fill in
+defaults, trim white space, and drop reasoning that their API does not carry. Such a message is matched with a recorded
+answer if it means the same **and** has the same position in the same conversation. The engine then gets the answer as
+it was generated. If several answers match, later messages of the conversation narrow them down. If the remaining ones
+differ, the engine gets what the client sent, and the conversation becomes a branch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ Message = Mapping[str, Any]
 
 
 class Asked(list[Message]):
-    """The messages of a call, as they are sent to the engine, and their place in the tree."""
+    """The messages of a call, as they are sent to the engine, and their position in the tree."""
 
     def __init__(self, messages: Sequence[Message], keys: list[str], nodes: list[int], started_by: int) -> None:
         super().__init__(messages)
         self.keys, self.nodes, self.started_by = keys, nodes, started_by
-        """Fingerprint of each message; the nodes of those at the beginning that are in the tree already; and the call
-        that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`)."""
+        """``keys``: fingerprint of each message. ``nodes``: nodes of the leading messages that the tree already has.
+        ``started_by``: the call that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`)."""
 
 
 class Conversations:
-    """The messages of a recording, indexed. Not thread-safe, but :meth:`find` may run beside :meth:`add`."""
+    """Index over the messages of a recording. Not thread-safe, except that :meth:`find` may run during :meth:`add`."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._messages, self._parents = recording.messages, recording.parents
         self._children: dict[tuple[int, str], list[int]] = {}
-        """Parent and fingerprint of a message (of an answer also its meaning and the ids of its tool calls) → nodes."""
+        """Parent and key of a message → nodes. The key is the message's fingerprint; answers are also stored under
+        their meaning and under the ids of their tool calls."""
         self._turns: dict[int, int] = {}
         """Node of an answer → its call."""
         self._open: dict[int, None] = {}
@@ -53,11 +54,11 @@ class Conversations:
             self._close(parent)
 
     def find(self, messages: Sequence[Message], policy: str) -> Asked:
-        """Returns the messages of a call as they go to the engine, with their place in the tree.
+        """Returns the messages to send to the engine for a call, with their position in the tree.
 
         Args:
-            messages: What the client sent, in OpenAI form.
-            policy: The policy that is asked; only its own answers are restored.
+            messages: The client's messages, in OpenAI form.
+            policy: The policy that the call is for. Only its own answers are restored.
         """
         keys = [fingerprint(message) for message in messages]
         levels: list[list[int]] = []
@@ -69,7 +70,7 @@ class Conversations:
         nodes = [min(levels[-1])] if levels else []
         known, told_apart = len(levels), False
         for depth in range(len(levels) - 2, -1, -1):
-            # A later answer rules others out; what a client adds may be new to any of them.
+            # A later answer narrows the candidates down. Other messages may be new to each of them.
             told_apart = told_apart or messages[depth + 1].get("role") == "assistant"
             if told_apart:
                 levels[depth] = sorted({self._parents[node] for node in levels[depth + 1]})
@@ -85,7 +86,7 @@ class Conversations:
         return Asked(sent, keys, nodes[:known], self._starter(sent, nodes[:known]))
 
     def add(self, asked: Asked, answer: Message | None, turn: int) -> int:
-        """Stores the messages of a call that are new, and its answer; returns the answer's node, -1 without one."""
+        """Stores the new messages of a call, and its answer. Returns the answer's node, -1 if there is no answer."""
         node = asked.nodes[-1] if asked.nodes else -1
         for message, key in zip(asked[len(asked.nodes) :], asked.keys[len(asked.nodes) :], strict=True):
             known = [child for child in self._children.get((node, key), ()) if child not in self._turns]
@@ -114,7 +115,7 @@ class Conversations:
             self._children.setdefault((parent, each), []).append(node)
 
     def _matching(self, parents: Sequence[int], message: Message, key: str) -> list[int]:
-        """Returns the children of some nodes that a message may be."""
+        """Returns the children of ``parents`` that ``message`` may stand for."""
         found = [node for parent in parents for node in self._children.get((parent, key), ())]
         if message.get("role") != "assistant":
             return found
@@ -131,9 +132,9 @@ class Conversations:
         return named or found
 
     def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
-        """Returns the answer at a node, with the ids that the client gave its tool calls: later messages name them.
+        """Returns the recorded answer at a node. Its tool calls keep the client's ids, because later messages use them.
 
-        ``None`` if it is another policy's, and not what the client sent.
+        Returns ``None`` if another policy gave the answer and the client's message differs from it.
         """
         if node not in self._turns:
             return message
@@ -146,14 +147,14 @@ class Conversations:
         return answer
 
     def _starter(self, messages: Sequence[Message], nodes: Sequence[int]) -> int:
-        """Returns the call that started the conversation, and notes which tool calls have got their results.
+        """Returns the call that started the conversation, -1 if none did, and closes tool calls that have results.
 
-        A conversation without an earlier answer, that begins while tool calls of another one have no result yet, was
-        started by them: by the latest whose arguments hold what the new conversation was told, or else the latest.
+        A conversation without an earlier answer that begins while another one waits for tool results was started by a
+        waiting call: the latest whose arguments appear in the new conversation's user messages, or else the latest.
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)
-        # A window of the conversation, or one that was edited, is not found from its root.
+        # The tree has no path for a truncated or edited history, so look for tool results by id.
         handed_back = {call_ids(message): message for message in messages[len(nodes) : -1]}
         for node in list(self._open):
             message = handed_back.get(call_ids(self._messages[node]))
@@ -167,7 +168,7 @@ class Conversations:
         return self._turns[max(named or waiting)]
 
     def _close(self, node: int) -> None:
-        """Notes that the tool calls of an answer have got their results; its alternatives will get none."""
+        """Marks the tool calls of an answer as done, and those of its siblings: they will get no results."""
         if node in self._open:
             for other in list(self._open):
                 if self._parents[other] == self._parents[node]:
@@ -175,7 +176,7 @@ class Conversations:
 
 
 def _texts(answer: Message) -> list[str]:
-    """Returns the texts among the arguments of an answer's tool calls."""
+    """Returns the string arguments of an answer's tool calls."""
     found: list[str] = []
     for call in answer.get("tool_calls") or ():
         values = arguments_of(call.get("function", {}).get("arguments")).values()

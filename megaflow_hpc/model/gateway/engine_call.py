@@ -173,11 +173,11 @@ class Call(NamedTuple):
     place: Place | None = None
     """Awaited before a large answer is taken in."""
     keep_thoughts: bool = False
-    """Whether earlier answers stay in the prompt as they were sampled, whatever the chat template makes of them."""
+    """Keep earlier answers in the prompt as they were sampled, even if the chat template changes them."""
     sampling: Sampling = Sampling()
-    """Of the policy."""
+    """The policy's sampling settings."""
     limit: int = 0
-    """Tokens that each answer may have, where the body names no limit; 0: no limit."""
+    """Token limit of each answer, if the body has none; 0: no limit."""
 
     @property
     def chat(self) -> bool:
@@ -198,8 +198,8 @@ class Call(NamedTuple):
     async def complete(self, **changes: Any) -> Reply:
         """Posts the request itself with ``changes``; raises as :func:`post` does.
 
-        Engines refuse a limit that is larger than the room behind the prompt. Then that room is the smaller limit, and
-        the request goes without one.
+        Engines refuse a limit above the context space that is left after the prompt. That space is then the smaller
+        limit, so the request is sent without one.
         """
         if self.limit:
             try:
@@ -209,11 +209,11 @@ class Call(NamedTuple):
         return await self.post(self.path, self.asked(**changes))
 
     def asked(self, **changes: Any) -> dict[str, Any]:
-        """Returns the body as it goes to the engine: its own model name, no stream, and ``changes``.
+        """Returns the body to send to the engine, with the engine's model name, no streaming, and ``changes``.
 
-        The policy's sampling settings are named wherever the agent names none: engines have defaults of their own, such
-        as those of a model's ``generation_config.json``. Engines that report no tokens may know OpenAI's options alone,
-        and are told what is not neutral.
+        Fills in the policy's sampling settings where the agent has set none, because engines have defaults of their
+        own, such as those of ``generation_config.json``. Engines that report no tokens may support OpenAI's options
+        only, so they get only the settings that are not neutral.
         """
         sampling = self.sampling.unusual if self.server.protocol == "text" else self.sampling.settings
         return {**sampling, **self.body, "model": self.server.model_name, "stream": False, **changes}

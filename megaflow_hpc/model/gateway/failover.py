@@ -1,15 +1,16 @@
-"""Repeats a call at other servers until one answers it.
+"""Retries a call at other servers until one answers it.
 
-No part of an answer reaches the agent before the whole is there, so a call whose server is unreachable, breaks off, or
-answers 5xx or garbage is repeated, at another server if there is one.
+The agent gets an answer only once it is complete. So the gateway can retry a call if its server is unreachable, closes
+the connection, or replies with 5xx or garbage.
 
-A server that failed rests, and all calls keep from it meanwhile. Not so one that gave a whole answer which is none
-(:class:`~megaflow_hpc.model.gateway.engine_call.Doubtful`): an agent may have found a request at which an engine fails.
-Such a call is made at each other server; then it alone pauses and is repeated.
+A server that is unreachable enters a backoff, and no call uses it meanwhile. A server that sends a complete but
+unusable reply (:class:`~megaflow_hpc.model.gateway.engine_call.Doubtful`) does not: the agent may have sent a request
+that makes an engine fail. The gateway tries such a call at each other server. Then it retries that call with a backoff,
+and delays no other call.
 
-A call that fails for good is followed by a *control*: a short request of the gateway's own. If a server answers that,
-the request was at fault, and the agent is told so. If none does, the service is away, and the rollout is tried again.
-So no request that an agent makes up can take the verdict from its rollout.
+When a call has failed for good, the gateway sends a short request of its own, the *control*. If a server answers the
+control, the agent's request was at fault, and the agent gets an error. Otherwise the service is down, and the rollout
+is retried. So an agent cannot avoid its verdict by sending a request that breaks the engine.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ T = TypeVar("T")
 PAUSE_S = 0.5
 """Seconds before a doubtful call is repeated, doubled each time."""
 DOUBTS, PROOFS = 6, 3
-"""Doubtful answers after which a call fails: in all, and of one server that answers the control."""
+"""A call fails after this many doubtful replies in total, or from one server that answers the control."""
 CONTROL_S = 30.0
-"""Seconds that a control may take."""
+"""Timeout of a control in seconds."""
 CONTROLLED = 4
-"""Servers that are asked at once in a control, the least busy ones."""
+"""Number of servers, the least busy ones, that get a control at the same time."""
 Ask = Callable[[Call], Awaitable[T]]
 Called = tuple[T, Server, float, float]
 """Answer, the server that gave it, its seconds there, and the seconds of waiting and failed tries before."""
@@ -51,8 +52,8 @@ class Caller:
     Args:
         wait_s: Seconds for which a call waits for a server that answers.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
-        limits: Rates and requests in flight that all calls together keep to.
-        keep_thoughts: Policies whose earlier answers stay in the prompt as they were sampled.
+        limits: Limits on the rate and number of requests in flight, for all calls together.
+        keep_thoughts: Policies whose prompts keep earlier answers as they were sampled.
     """
 
     def __init__(
@@ -91,15 +92,15 @@ class Caller:
         """Makes one call.
 
         Args:
-            rollout: Whose it is.
-            policy: Who answers.
-            path: Of the engine's API.
-            body: What is asked.
-            ask: How.
-            size: The bytes that the agent's request was.
-            place: Awaited before a large answer is taken in.
-            sampling: Of the policy; default neutral.
-            limit: Tokens that each answer may have, where the body names no limit; 0: no limit.
+            rollout: The rollout that makes the call.
+            policy: The policy that answers.
+            path: Path of the engine's API.
+            body: The request.
+            ask: Protocol function that sends the request to a server.
+            size: Bytes of the agent's request.
+            place: Awaited before a large answer is read.
+            sampling: The policy's sampling settings. Default: neutral.
+            limit: Token limit of each answer, if the body has none; 0: no limit.
 
         Raises:
             Refused: The request is at fault, or its answer cannot be recorded.
@@ -134,7 +135,7 @@ class Caller:
         while True:
             server = router.pick(policy, previous, group, doubts)
             if server is None:
-                # Should the agent's time run out here, it may not be its fault.
+                # If the agent times out during this wait, the service may be to blame.
                 rollout.failed(cause or router.describe(policy), control)
                 try:
                     server = await router.acquire(policy, deadline, previous, group)
@@ -184,7 +185,7 @@ class Caller:
             await asyncio.sleep(PAUSE_S * 2 ** (doubts.total() - 1))
 
     async def _control(self, policy: str, at: Callable[[Server], Call], ask: Ask[Any]) -> bool:
-        """Whether a server answers a request of the gateway's own, asked in the same way as a call that failed."""
+        """Returns whether a server answers a short request of the gateway, sent in the same way as the failed call."""
 
         async def answers(server: Server) -> bool:
             call = at(server)
@@ -200,7 +201,7 @@ class Caller:
             try:
                 await ask(own)
             except Refused:
-                pass  # it looked at the request
+                pass  # the engine works: it checked the request
             except (Unavailable, Doubtful):
                 return False
             server.succeeded()

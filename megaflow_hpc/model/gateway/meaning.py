@@ -1,4 +1,4 @@
-"""Digests of messages in OpenAI form: of what they say exactly, and of what they mean whatever a client made of it."""
+"""Digests of messages in OpenAI form: of the exact text, and of the meaning, which clients' changes of form keep."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def fingerprint(message: Mapping[str, Any]) -> str:
-    """Returns a digest of a message as it is; a text may also be given as a list of one part, and empty fields not."""
+    """Returns a digest of a message. Ignores empty fields, and whether the text is a string or a list of one part."""
     found = {name: value for name, value in message.items() if value not in (None, "", [])}
     content = found.get("content")
     if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
@@ -91,8 +91,8 @@ def call_ids(message: Mapping[str, Any]) -> str:
 
 
 def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message means the same as an answer whose tool calls have the same ids, except for further
-    arguments."""
+    """Returns whether a message means the same as an answer with the same tool-call ids. Extra arguments are ignored,
+    because clients fill in defaults."""
     if len(message["tool_calls"]) != len(answer["tool_calls"]):  # an id may hold the separator
         return False
     for call, own in zip(message["tool_calls"], answer["tool_calls"], strict=True):
@@ -105,7 +105,7 @@ def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
-    """Returns the texts of a message that may be long."""
+    """Returns those texts of a message that may be long."""
     content = message.get("content")
     found: list[Any] = [content]
     for part in content if isinstance(content, list) else ():
@@ -117,5 +117,5 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns what an answer says that its model thought."""
+    """Returns the reasoning text of an answer."""
     return str(message.get("reasoning") or message.get("reasoning_content") or "").strip()

@@ -37,7 +37,7 @@ class OpenRollout:
     failure: str = ""
     """Why the latest call got no answer, or still waits; empty when it was answered."""
     control: Callable[[], Awaitable[bool]] | None = None
-    """Asks whether the service answers another request than that call; ``None``: it is known not to."""
+    """Checks whether the service answers another request than the failed one; ``None``: it is known not to."""
     listener: socket.socket | None = None
     """The one inside the sandbox, where it has a network of its own."""
     share: Share = field(default_factory=lambda: Share(MAX_BODY))
@@ -54,14 +54,14 @@ class OpenRollout:
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Calls that wait for an engine's answer; nothing of them is recorded yet."""
     held_calls: int = 0
-    """Answers reserved by calls in progress."""
+    """Answers that calls in progress have reserved."""
     held_tokens: int = 0
-    """Tokens reserved by calls in progress."""
+    """Tokens that calls in progress have reserved."""
     returned: asyncio.Condition = field(default_factory=asyncio.Condition)
-    """Notified when a call gives back what it reserved."""
+    """Notified when a call releases its reservation."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Notes why the latest call has no answer, and how to find out whether the service is to blame."""
+        """Records why the latest call failed, and how to check whether the service is to blame."""
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
@@ -82,20 +82,20 @@ class OpenRollout:
 
     @asynccontextmanager
     async def reserved(self, asked: dict[str, Any], answers: int) -> AsyncIterator[int]:
-        """Reserves what a call may use of the budget, for as long as the context is open.
+        """Reserves a call's share of the budget while the context is open.
 
-        A call is admitted with ``max_tokens`` lowered to what is left. While calls in progress hold all that is left,
-        it waits for them.
+        Lowers ``max_tokens`` in ``asked`` to what is left. If calls in progress have reserved all that is left, this
+        call waits until one of them ends.
 
         Args:
             asked: The engine's request.
-            answers: How many it asks for at once.
+            answers: Number of answers that it asks for.
 
         Yields:
-            Tokens that each answer may have, where the request itself names no limit; 0: as many as the engine gives.
+            Token limit of each answer, if the request itself has none; 0: no limit.
 
         Raises:
-            OverBudget: Too little is left for it.
+            OverBudget: The budget is used up, or too small for this call.
         """
         calls = self.budget.calls
         if calls is not None and self.recorder.calls + self.held_calls + answers > calls:
@@ -107,7 +107,7 @@ class OpenRollout:
             names = [name for name in ("max_tokens", "max_completion_tokens") if name in asked]
             for name in names:
                 asked[name] = min(asked[name], each)
-            # Engines take the latter where both are there.
+            # If a request has both, engines use max_completion_tokens.
             limit, each = (0, asked[names[-1]]) if names else (each, each)
         tokens = (each or 0) * answers
         self.held_calls += answers
@@ -121,7 +121,7 @@ class OpenRollout:
                 self.returned.notify_all()
 
     async def _tokens_left(self, answers: int) -> int | None:
-        """Returns how many tokens each answer may have, at least 1; ``None`` without a limit."""
+        """Returns the token limit of each answer, at least 1; ``None`` if the budget has no limit."""
         tokens = self.budget.tokens
         if tokens is None:
             return None

@@ -1,22 +1,21 @@
-"""The three ways in which the gateway asks an engine, from least to most that is known of the sampled tokens.
+"""The three protocols between gateway and engine, in order of how much they report about the sampled tokens.
 
-``text``: the OpenAI endpoint as it is, for engines that refuse the parameters below. Nothing is known of tokens; only
-the conversation is kept.
+``text``: the plain OpenAI endpoint, for engines that refuse the parameters below. It reports no tokens; only the
+conversation is recorded.
 
 ``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` switched on (vLLM ≥ 0.10 and the scripted
-engine have both). The engine renders the whole history anew, so a history whose text does not encode to the sampled
-ids starts a new sequence.
+engine have both). The engine re-renders the whole history, so a history whose text does not encode to the sampled ids
+starts a new sequence.
 
-``split`` (vLLM with ``--enable-scale-out``): ``…/render`` makes the prompt's token ids, ``/inference/v1/generate`` goes
-from ids to ids, ``…/derender`` makes the agent's answer of them. Between the first and the second, the part of the
-prompt that is this rollout's own earlier answers is replaced by the ids that were sampled
-(:mod:`~megaflow_hpc.model.gateway.continuation`), so a conversation that is only appended to is one sequence whatever
-its text encodes to.
+``split`` (vLLM with ``--enable-scale-out``): ``…/render`` returns the prompt's token ids, ``/inference/v1/generate``
+maps ids to ids, and ``…/derender`` turns them into the agent's answer. Before the second step, the gateway replaces
+this rollout's earlier answers in the prompt by the sampled ids (:mod:`~megaflow_hpc.model.gateway.continuation`). So a
+conversation that only grows is one sequence, even if its text encodes to other ids.
 
-A server that lacks what its protocol needs is asked in the next lower one. The protocols used are counted per rollout
-(:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so that text is never taken for tokens.
+If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. It counts the protocols
+used per rollout (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know which calls have no tokens.
 
-What the gateway adds to a request it takes out of the answer: the agent sees what the engine would have told it.
+The gateway removes what it added to a request from the reply: the agent sees the reply to its own request.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Answer:
 
     body: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
-    """None where the engine tells no tokens; see :func:`texts_of`."""
+    """Empty if the engine reports no tokens; see :func:`texts_of`."""
     protocol: str = ""
     """The protocol in which the engine was asked."""
     size: int = 0
@@ -191,7 +190,7 @@ async def count(call: Call) -> int:
 
 
 def texts_of(answer: Answer) -> list[Sample]:
-    """Returns what is known of an answer without token ids, per choice."""
+    """Returns a sample without tokens for each choice of an answer."""
     found = []
     for choice in answer.body["choices"]:
         message = _brief(choice["message"]) if "message" in choice else None
@@ -270,7 +269,7 @@ async def _own(call: Call, path: str, **options: Any) -> int:
 
 
 def _text_alone(reply: Mapping[str, Any]) -> bool:
-    """Returns whether a good answer has no token ids."""
+    """Returns whether a valid answer has no token ids."""
     return bool(reply.get("usage")) and not any("token_ids" in choice for choice in reply["choices"])
 
 

@@ -1,8 +1,8 @@
 """Records a rollout's model calls as token sequences.
 
 A call is a prompt (token ids) and the tokens sampled after it. If the prompt extends a recorded sequence, that sequence
-grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Otherwise a new sequence starts:
-for another conversation of the same rollout, or one whose history was edited.
+grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Otherwise a new sequence starts,
+as for a second conversation of the rollout or an edited history.
 
 ::
 
@@ -10,9 +10,9 @@ for another conversation of the same rollout, or one whose history was edited.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-Invariants: exactly where a token was sampled, ``logprobs`` is a number and ``weight_versions`` the engine's; elsewhere
-they are NaN and -1. ``loss_mask`` is 1 exactly where the policy sampled the token freely (:attr:`Sample.free`). Tokens
-are stored as the engine reported them; nothing is tokenised again.
+Invariants: a sampled token has a log-probability and the engine's weight version; every other token has NaN and -1.
+``loss_mask`` is 1 for exactly the tokens that the policy sampled freely (:attr:`Sample.free`). Tokens are stored as the
+engine reported them; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sample:
     policy: str = ""
     """Policy that answered; empty: the rollout's own."""
     free: bool = True
-    """Whether the tokens were sampled under the policy's own settings, and nothing constrained them."""
+    """True if the tokens were sampled under the policy's own settings, with nothing that constrained them."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Tip:
     stop: int | None
     """The token that ended the turn; ``None`` if a limit ended it."""
     start: int = 0
-    """Tokens of the sequence before the answer."""
+    """Number of tokens in the sequence before the answer."""
 
 
 @dataclass
@@ -135,15 +135,15 @@ class Recorder:
         """Stores one answer and returns its turn.
 
         Args:
-            sample: What the engine reported.
-            messages: The conversation that was sent, in OpenAI form, without the answer; best as :meth:`restore`
-                returned it when the call arrived.
-            asked: Its digest, where it is known already.
+            sample: The tokens that the engine reported.
+            messages: The conversation that was sent, in OpenAI form, without the answer. Pass the value that
+                :meth:`restore` returned when the call arrived; otherwise it is computed again.
+            asked: Digest of the conversation, if the caller has it.
             model_s: Seconds from the request to its answer at the engine.
-            wait_s: Seconds spent waiting for a server and on failed tries.
+            wait_s: Seconds spent waiting for a server and on failed attempts.
 
         Raises:
-            ValueError: There is not one log-probability per token.
+            ValueError: The numbers of tokens and log-probabilities differ.
         """
         if len(sample.tokens) != len(sample.logprobs):
             raise ValueError(f"{len(sample.tokens)} sampled tokens, {len(sample.logprobs)} log-probabilities")
@@ -211,8 +211,8 @@ class Recorder:
 
         Args:
             protocol: ``text``, ``plain``, ``split`` or ``replay``.
-            degraded: Less was recorded than the server should have given.
-            free: Nothing constrained its tokens (:attr:`Sample.free`).
+            degraded: The server reported less than its protocol promises.
+            free: Nothing constrained the call's tokens (:attr:`Sample.free`).
         """
         self.recording.constrained += not free
         self.recording.protocols[protocol] = self.recording.protocols.get(protocol, 0) + 1
@@ -228,7 +228,7 @@ class Recorder:
     def answered(
         self, messages: Sequence[Mapping[str, Any]], policy: str = "", most: int = 1
     ) -> list[tuple[TokenSequence, Tip]]:
-        """Returns up to ``most`` of the latest turns whose answer is in this conversation at its place."""
+        """Returns up to ``most`` of the latest turns whose answers are part of this conversation."""
         return list(islice(self._answered(messages, policy, lambda tip: True), most))
 
     def _answered(
@@ -242,7 +242,7 @@ class Recorder:
                 yield sequence, tip
 
     def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> Asked:
-        """Returns a call's conversation with the policy's own earlier answers in it as the engine wrote them.
+        """Returns a call's conversation with the policy's earlier answers restored to what the engine generated.
 
         See :mod:`~megaflow_hpc.model.gateway.conversations`.
         """
@@ -279,7 +279,7 @@ class Recorder:
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 
     def _keep(self, turn: Turn, sample: Sample, messages: Sequence[Mapping[str, Any]], asked: str | None) -> None:
-        """Stores what was said in the latest turn, and links the turn to its answer."""
+        """Stores the messages of the latest turn, and links the turn to its answer."""
         conversation = messages if isinstance(messages, Asked) else self.restore(messages, turn.policy)
         turn.started_by = conversation.started_by
         turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)

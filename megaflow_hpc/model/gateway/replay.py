@@ -48,8 +48,10 @@ def calls_artifact(recording: Recording) -> Artifact:
 
 
 def calls_of(trajectory: Trajectory) -> list[_Call]:
-    """The recorded calls of a rollout: ids, log-probabilities and weight versions from its token columns, answers from
-    its messages, what was asked (in older recordings also what was answered) from its artifact.
+    """Returns the recorded calls of a rollout.
+
+    Ids, log-probabilities and weight versions come from the token columns, answers from the messages, and digests of
+    the requests from an artifact. Older recordings have the answers in the artifact too.
 
     Raises:
         ModelServiceError: the artifact lacks calls, as in older recordings of long rollouts.

@@ -70,13 +70,13 @@ class ModelGateway:
         wait_s: Seconds for which a call waits for a server that answers before it fails with 503.
         request_timeout_s: Seconds one request may take at a server; then it counts as that server's failure.
         host: Address to listen on; the port is chosen by the kernel.
-        policies: Names that an agent may give as the model to speak with that policy; any other is the rollout's own.
-        limits: What this gateway may ask of the engines.
+        policies: Model names that select a policy. Every other name selects the rollout's own policy.
+        limits: Limits on this gateway's requests to the engines.
         replays: Policies that are answered from a recorded campaign.
-        media_domains: Hosts from which a policy's engines may fetch images; none of a policy that is not named.
-        keep_thoughts: Policies whose earlier answers stay in the prompt as they were sampled, whatever the chat
-            template makes of them.
-        sampling: How a policy's tokens are sampled; neutral for a policy that is not named.
+        media_domains: Policy → hosts from which its engines may fetch images. Default: no host.
+        keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
+            changes them.
+        sampling: Policy → how its tokens are sampled. Default: neutral settings.
     """
 
     def __init__(
@@ -187,21 +187,21 @@ class ModelGateway:
         return rollout.recorder.finish()
 
     def call_failure(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout got no answer, or still waits; empty if it was answered.
+        """Returns why the latest call of an open rollout failed or still waits; empty if it was answered.
 
-        Some agents' clients swallow the 503. Whether the service is to blame is what :meth:`outage` finds out.
+        Use this because some agents' clients swallow the 503. :meth:`outage` finds out if the service is to blame.
         """
         return self._by_id[rollout_id].failure
 
     async def outage(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout got no answer, if the service failed at other requests too.
+        """Returns why the latest call of an open rollout got no answer, if the service fails at other requests too.
 
-        Empty if a server answers the gateway's own request: then the rollout's was at fault. Call it when the agent has
-        ended: its calls are given up, and further ones refused.
+        Returns an empty text if a server answers the gateway's own request: then the rollout's request was at fault.
+        Call this after the agent has ended: it cancels the rollout's calls and refuses further ones.
         """
         rollout = self._by_id[rollout_id]
         failure, control = rollout.failure, rollout.control
-        rollout.suspend(now=True)  # what it asked must not keep the control waiting
+        rollout.suspend(now=True)  # so that the control need not wait for the rollout's own calls
         return "" if failure and control is not None and await control() else failure
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
@@ -232,7 +232,7 @@ class ModelGateway:
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the conversation of a rollout's last answered call; none if the rollout is not open."""
+        """Returns the conversation of a rollout's last answered call; empty if the rollout is not open."""
         rollout = self._by_id.get(rollout_id)
         if rollout is None:
             return ()

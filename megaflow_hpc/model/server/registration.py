@@ -64,7 +64,7 @@ class Registration:
         self._endpoint: Endpoint
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
-        """Lets gateways find the server; returns its address and what its chat template does, for the log."""
+        """Publishes the server to gateways. Returns its address and its chat template's behaviour, for the log."""
         template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
         url = f"{'https' if fingerprint else 'http'}://{address()}:{proxy.port}"
         self._endpoint = Endpoint(

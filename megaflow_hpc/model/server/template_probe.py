@@ -1,13 +1,13 @@
-"""What the served chat template makes of earlier messages, as two short conversations that the engine renders show.
+"""Detects how the served chat template changes earlier messages, by rendering two short conversations.
 
 ::
 
     user → answer with a thought → user
     user → answer with a thought and a tool call → tool → answer → user
 
-Two thoughts that differ and give the same tokens are left out. A rendering that does not begin with the one before it
-shows that the template changes earlier messages. The gateway follows the template call by call
-(:mod:`megaflow_hpc.model.gateway.continuation`); this says beforehand where sequences will end.
+If two different thoughts render to the same tokens, the template drops thoughts. If a rendering does not begin with the
+previous rendering, the template rewrites earlier messages. The gateway handles each call on its own
+(:mod:`megaflow_hpc.model.gateway.continuation`); this probe only tells the user in advance where sequences will end.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Message = dict[str, Any]
 
 
 def parses_thoughts(model: Mapping[str, Any]) -> bool:
-    """Returns whether a ``model`` section's engine gives thoughts in a field of their own; vLLM must be told to."""
+    """Returns whether the engine of a ``model`` section reports thoughts in a separate field. vLLM needs an option."""
     named = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
     return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in named
 
 
 async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:
-    """Returns what the template does; empty if the engine cannot render, or not such conversations.
+    """Returns the template's behaviour; empty if the engine cannot render these conversations.
 
     Args:
         ask: Posts one request to the engine.
         launch: The engine.
-        parsed: Whether the engine gives thoughts in a field of their own, rather than within the text.
+        parsed: True if the engine reports thoughts in a separate field, false if they are part of the text.
     """
     if launch.protocol != "split":
         return ""

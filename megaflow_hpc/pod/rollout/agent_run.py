@@ -103,17 +103,17 @@ async def _run_agent(
     resumed: Partial | None,
     attempt: int,
 ) -> tuple[AgentResult, Recording]:
-    """Runs the agent within its time; what the gateway recorded is kept even when the agent is cut off.
+    """Runs the agent within its time limit. The gateway's recording is kept even if the agent is cut off.
 
-    An agent that ended by itself is verified, with whatever error. Its model is to blame for a call without an answer
-    only if the service was away (:meth:`.ModelGateway.outage`), and for an agent's own exception after an answer nobody
-    but the agent: the answer may have caused it.
+    An agent that ended by itself is verified, even after an error. The model service is to blame for an unanswered call
+    only if it was down (:meth:`.ModelGateway.outage`). An exception of the agent's code after an answer counts as the
+    agent's failure, because the answer may have caused it.
 
     Raises:
-        CutShort: the allocation ends, and a model call of the agent's was refused for that.
-        ModelServiceError: the model could not be asked.
+        CutShort: the allocation ends, and the gateway refused a model call of the agent for that reason.
+        ModelServiceError: the model service was down.
         UserCodeError: the agent's code failed before the model had answered.
-        LostError: the sandbox was lost in the first attempt. In a second one the agent is taken to have ended it.
+        LostError: the sandbox was lost in the first attempt. In a second attempt, the agent is held responsible.
     """
     agent = create(policy.agent)
     recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
@@ -186,7 +186,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if result.exit_code or result.error:
         trajectory.error_kind = "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
-    # An agent's own account counts only where the gateway saw nothing.
+    # Use the agent's own messages only if the gateway recorded none.
     messages, parents = (recording.messages, recording.parents) if recording.messages else (result.messages, [])
     first = len(trajectory.messages)
     for turn in recording.turns:

@@ -1,10 +1,10 @@
 """One rollout from start to verdict.
 
-Sandbox, agent, everything of the agent killed, verifier, in this order (the last three for each step of a task that has
-steps); whatever goes wrong becomes a status and a cause, never an exception. Infrastructure that fails is ``failed``
-with a kind that says whose fault it is; an agent that fails is ``completed`` and verified like any other, and a
-verifier that fails is reward 0. One that the
-allocation's end cuts short is ``cancelled``, and goes on elsewhere where it was (suspension.py).
+The order is: start the sandbox, run the agent, kill all processes of the agent, verify (the last three for each step of
+a task with steps). Every error becomes a status and a cause, never an exception. A failure of the infrastructure gives
+``failed`` with a kind that says who is to blame. A failed agent gives ``completed`` and is verified as usual. A failed
+verifier gives reward 0. If the allocation ends first, the rollout is ``cancelled`` and continues in another allocation
+from where it was (suspension.py).
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Runner:
 
 
 def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
-    """Writes one line a minute at most about callbacks that fail: a sandbox may cause any number of failures."""
+    """Logs failing callbacks at most once a minute, because a sandbox may cause any number of failures."""
     failures, due = 0, 0.0
 
     def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class Services:
 
 
 def sampling_of(config: CampaignConfig, policies: Mapping[str, Policy]) -> dict[str, Sampling]:
-    """Returns how each policy's tokens are sampled, and whether constrained calls are refused."""
+    """Returns each policy's sampling settings, and whether its constrained calls are refused."""
     training = config.training
     refusing = training.policies if training and training.constrained == "refuse" else {}
     return {

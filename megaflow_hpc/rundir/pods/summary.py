@@ -95,7 +95,7 @@ class Summary(Event, tag="summary"):
     recent: dict[Count, Count]
     """Second → rollouts that were stored then, of the last minutes before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
-    """Policy → turns of :attr:`ended_well` whose tokens the policy did not choose freely."""
+    """Policy → number of turns of :attr:`ended_well` with constrained tokens."""
     busy_at: Time = 0.0
     """When the pod last started a rollout or ended one."""
     version: int = VERSION

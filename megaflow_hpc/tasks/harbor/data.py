@@ -58,7 +58,7 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
     bundled: bool = False
     """The tests are in the separate verifier's image."""
     secrets: list[str] = field(default_factory=list)
-    """Values of the user's variables among its own; none is stored with what the tests say."""
+    """Values of the user's variables that the verifier gets. They are masked in stored results."""
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):

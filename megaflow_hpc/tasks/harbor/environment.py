@@ -24,14 +24,15 @@ COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose
 def read_environment(
     table: Table, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
 ) -> Task:
-    """Reads an environment into a task of which image, directory, user, variables, limits and network are filled in.
+    """Reads an environment. Returns a task with its image, directory, user, variables, limits and network.
 
     Args:
         table: the environment's keys; may be empty.
-        directory: where its Dockerfile would be, whose other files are the build's context.
+        directory: the directory of the environment's Dockerfile, which is the build context.
         root: the task's directory.
-        dockerfiles: reads its Dockerfile.
-        passed: gets the values of the user's variables; ``None``: an agent runs here, and there may be none.
+        dockerfiles: reads the Dockerfile.
+        passed: set to which values of the user's variables are added; ``None`` if an agent runs in this environment,
+            which may not use the user's variables.
 
     Raises:
         ConfigError: names file, line, value and remedy.

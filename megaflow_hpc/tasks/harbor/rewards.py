@@ -34,7 +34,7 @@ def read_rewards(logs: Path) -> dict[str, float]:
     """Reads the named rewards of ``/logs/verifier``.
 
     Raises:
-        ValueError: there is none, or no finite number, or the two files disagree; says what is wrong.
+        ValueError: the reward is missing or not a finite number, or the two files disagree.
     """
     found: dict[str, dict[str, float]] = {}
     with _opened(logs) as directory:

@@ -67,7 +67,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
 
 
 def may_continue(task: Task, verdict: Verdict) -> bool:
-    """Whether the next step may begin: no reward is below the step's ``min_reward``."""
+    """Returns whether the next step may begin: no reward is below the step's ``min_reward``."""
     step = HarborData.of(task).step
     least = step.min_reward if step else {}
     unnamed = 0.0 if verdict.error else float("-inf")
@@ -75,10 +75,10 @@ def may_continue(task: Task, verdict: Verdict) -> bool:
 
 
 def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
-    """One verdict of a task from those of the steps that were run.
+    """Combines the verdicts of the steps that ran into one verdict for the task.
 
-    ``mean``: of each named reward over the steps that were run, one that a step does not name counting as 0; steps that
-    were not reached do not count. ``final``: of the last step that was run. A step whose verifier failed has reward 0.
+    ``mean``: the mean of each named reward over these steps; a reward that a step does not name counts as 0. ``final``:
+    the rewards of the last step that ran. A step whose verifier failed has reward 0.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict

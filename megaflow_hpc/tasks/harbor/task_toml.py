@@ -1,8 +1,8 @@
-"""A ``task.toml``, read table by table, whose errors know their line.
+"""Reads a ``task.toml`` table by table. Errors name the line.
 
-Templates such as ``${NAME}`` in environment variables are resolved here, from variables that the user lets tasks read:
-a task is somebody else's text, and must not be able to ask for a cloud key of whoever plans the campaign. Such a value
-goes to a verifier in a sandbox of its own only: where an agent has run, its programs can read the tests' variables.
+Also resolves templates such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can read only those
+variables that the user allows, and not, for example, the user's cloud key. Such a value goes only to a verifier in a
+separate sandbox, because programs of an agent that ran in the same sandbox could read the tests' variables.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ class Table:
         return int(float(match[1]) * _SIZES[match[2].upper()])
 
     def variables(self, key: str, passed: set[str] | None = None) -> dict[str, str]:
-        """Environment variables, their ``${NAME}`` and ``${NAME:-default}`` resolved.
+        """Returns environment variables with ``${NAME}`` and ``${NAME:-default}`` resolved.
 
         Args:
-            passed: gets the values that are the user's; ``None``: no variable of the user's may be there.
+            passed: set to which values of the user's variables are added; ``None`` if none may be used.
         """
         table = self.table(key)
         found: dict[str, str] = {}

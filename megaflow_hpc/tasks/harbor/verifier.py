@@ -1,15 +1,15 @@
-"""Judges what an agent left, where it cannot have tampered.
+"""Runs a Harbor task's tests in a container that the agent cannot have tampered with.
 
-Harbor's contract: ``tests/`` is at ``/tests``, ``test.sh`` runs in the work directory, the reward is in
-``/logs/verifier/reward.json`` or ``reward.txt``; if both are there, they agree. A test that fails is a reward; a
-verifier that gives none is an error, which is reward 0 too. Three places to judge in (docs/how-to/tasks.md says what
-each closes):
+Harbor's contract: ``tests/`` is mounted at ``/tests``, ``test.sh`` runs in the work directory, and the reward is in
+``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. A failing test gives a reward. A
+verifier that writes no reward is an error, which also gives reward 0. There are three modes (docs/how-to/tasks.md lists
+the attacks that each prevents):
 
-- *fresh*, the agent's sandbox: every process is killed and the container replaced; ``/tests`` and ``/logs/verifier``
-  are fresh directories of the host, put over whatever the agent made there; of the agent's changes only those below the
-  work directory and at declared artifacts are left. No program of the agent's gets the tests in or the reward out.
-- *shared*: the same, but what the agent added outside the system directories is left too (:mod:`..judged_layer`).
-- *separate*, where the task says so: a sandbox of another image, which gets the declared artifacts only.
+- *fresh*: the agent's sandbox, with every process killed and a new container. ``/tests`` and ``/logs/verifier`` are new
+  directories of the host, mounted over anything that the agent created there. Of the agent's changes, only those in the
+  work directory and at declared artifacts remain. No program of the agent copies the tests in or the reward out.
+- *shared*: the same, but files that the agent added outside the system directories remain too (:mod:`..judged_layer`).
+- *separate*, if the task asks for it: a sandbox of another image, which gets only the declared artifacts.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ async def _judge_elsewhere(
     def restore(paths: LayerPaths) -> None:
         upperdir.restore(paths.upper, paths.image, _kept(task))
 
-    await sandbox.end_processes(restore if stay else None)  # its files stay: the verification may be repeated
+    await sandbox.end_processes(restore if stay else None)  # keep its files, because the verification may be repeated
     other = await context.start(environment)
     try:
         problems = await carry(collected, other)

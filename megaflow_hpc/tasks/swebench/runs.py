@@ -136,7 +136,7 @@ async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: Apptaine
     runner = LineSource.of(task).runner
     try:
         return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
-    except (TimeoutError, RuntimeError, LimitError) as error:  # a log that no parser reads is no test that passed
+    except (TimeoutError, RuntimeError, LimitError) as error:  # a log that cannot be parsed counts as a failed test
         return _unresolved(str(error), error=str(error))
 
 
@@ -146,7 +146,7 @@ def _unresolved(output: str, error: str = "") -> Verdict:
 
 
 def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
-    """The verdict of tests that did not come to their end."""
+    """Returns the verdict of tests that were cut off; ``None`` if they ended."""
     if not done.timed_out and not done.breach:
         return None
     why = done.breach or f"the tests ran longer than {task.verifier_timeout_s:g} s"

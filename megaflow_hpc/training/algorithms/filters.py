@@ -41,7 +41,7 @@ def survivors(groups: Iterable[Group], advantage: AdvantageConfig, drops: Drops)
     """Keeps the samples that were verified and have at least one sampled token.
 
     Raises:
-        ConfigError: a reward is infinite, or no sample has one of the names in ``advantage.rewards``.
+        ConfigError: a reward is infinite, or no sample has a reward that ``advantage.rewards`` names.
     """
     groups = list(groups)
     _check_names([sample for group in groups for sample in group.samples if sample.verified], advantage)

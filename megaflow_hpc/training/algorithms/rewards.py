@@ -95,13 +95,13 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 
 
 def reward(sample: Sample, name: str | None = None) -> float:
-    """Returns a sample's reward, or the one of a name; NaN if it was not verified.
+    """Returns a sample's reward, or its reward called ``name``; NaN if the sample was not verified.
 
-    A verified sample has every reward: one that its verifier did not name is 0. Otherwise the tested code could take a
-    sample out of its group by keeping the verifier from naming all.
+    A reward that the verifier did not name is 0. Otherwise the tested code could remove a sample from its group by
+    preventing the verifier from writing all rewards.
 
     Raises:
-        ConfigError: it is infinite.
+        ConfigError: the reward is infinite.
     """
     found = sample.reward if name is None else sample.rewards.get(name, 0.0)
     if name is not None and not sample.verified:

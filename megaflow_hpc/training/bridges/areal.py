@@ -1,4 +1,4 @@
-"""AReaL: each step as a list of groups of padded tensors, by the keys of its workflows or as its update takes them.
+"""AReaL: converts each step to a list of groups of padded tensors, with the keys of AReaL's workflows.
 
     from megaflow_hpc.training.bridges import areal
 
@@ -10,15 +10,16 @@
         step.publish(folder)
         step.commit(checkpoint)
 
-A workflow's columns are aligned with ``input_ids``: the log-probability at t is that of token t. Its update wants them
-where they were predicted, at t - 1: ``compute_advantages`` rolls ``loss_mask`` and ``logprobs`` by one to the left, and
-writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` there; ``versions`` stay where they are. As
-advantages are the plan's, that function is done here, in numpy. Weights of tokens, for which AReaL has no column, are
-factors of the advantages: its clipped losses are linear in them. Its actor divides logits by ``temperature`` of its
-configuration, which has to be ``step.temperature``.
+A workflow's columns are aligned with ``input_ids``: the log-probability at t is that of token t. AReaL's update expects
+them at t - 1, where the token was predicted. For this, ``compute_advantages`` rolls ``loss_mask`` and ``logprobs`` by
+one to the left and writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` there; ``versions`` are not
+shifted. This module does the same in numpy, because the step already has its advantages. AReaL has no column for token
+weights, so they are multiplied into the advantages; its clipped losses are linear in them. Its actor divides logits by
+the ``temperature`` of its own configuration, which must be equal to ``step.temperature``.
 
-(AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``, ``areal/utils/data.py``,
-``areal/utils/functional/functional.py``, ``areal/trainer/rl_trainer.py`` for the order of things.)
+(Written against AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``,
+``areal/utils/data.py``, ``areal/utils/functional/functional.py``; ``areal/trainer/rl_trainer.py`` for the order of
+calls.)
 """
 
 from __future__ import annotations

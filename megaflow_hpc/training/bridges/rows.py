@@ -30,12 +30,12 @@ class Row:
 
     @property
     def first(self) -> int:
-        """Index of the first token that counts; all before it is the prompt."""
+        """Index of the first token to train on. All tokens before it are the prompt."""
         return int(self.mask.argmax())
 
     @property
     def turns(self) -> int:
-        """Runs of tokens that count."""
+        """Number of runs of consecutive tokens to train on."""
         return int(np.count_nonzero(np.diff(self.mask, prepend=0) == 1))
 
     @property

@@ -1,4 +1,4 @@
-"""verl: each step as the tensors of a ``DataProto``, padded as its agent loop pads, ready for its actor's update.
+"""verl: converts each step to the tensors of a ``DataProto``, padded like those of verl's agent loop.
 
     from verl import DataProto
     from megaflow_hpc.training.bridges import verl
@@ -13,7 +13,7 @@
         step.commit(checkpoint)
 
 (verl 0.9.1 of PyPI: ``protocol.py``; ``experimental/agent_loop/agent_loop.py`` for padding;
-``trainer/ppo/ray_trainer.py`` and ``workers/utils/losses.py:ppo_loss`` for what is taken of a batch;
+``trainer/ppo/ray_trainer.py`` and ``workers/utils/losses.py:ppo_loss`` for the columns that an update reads;
 ``trainer/ppo/rollout_corr_helper.py`` for ``rollout_is_weights``.)
 """
 

@@ -186,7 +186,7 @@ class Trainer:
             tally, norm = self._update(minibatch, proximal, rate, clock)
             found.append(tally.report() | {"grad_norm": norm})
             whole.join(tally)
-            if seen.isdisjoint(minibatch.rollouts):  # a policy that was trained on these tokens prefers some of them
+            if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was trained on
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
         names = found[0] if found else {}
@@ -285,9 +285,9 @@ class Trainer:
     def _check_engine(self, mismatch: float) -> None:
         if not self._compared and mismatch > FAR:
             raise ConfigError(
-                f"{self.policy.source}: gives sampled tokens log-probabilities {mismatch:.2g} away from the engine's "
-                f"in the mean (rounding: 0.01): {self.flow.run} was sampled by another model, at a temperature other "
-                f"than {self.policy.temperature:g}, or long ago; no step was taken"
+                f"{self.policy.source}: its log-probabilities of sampled tokens differ from the engine's by "
+                f"{mismatch:.2g} on average (rounding: 0.01): {self.flow.run} was sampled by another model, at a "
+                f"temperature other than {self.policy.temperature:g}, or long ago; no step was taken"
             )
         self._compared = True
 

@@ -229,17 +229,20 @@ def report(statistics: Statistics) -> dict[str, float]:
 
 
 def sampling(statistics: Statistics) -> dict[str, float]:
-    """Returns whether tokens were sampled as the engine says: ``sampling_z`` and ``sampling_temperature``.
+    """Tests whether the engine drew tokens with the probabilities that it reported.
 
-    Let d be the log-probability of a sampled token plus the entropy of the distribution, both of the trainer's policy,
-    times the ratio of its probability to the engine's. If tokens were drawn with the probabilities that the engine
-    reports, the expectation of d is 0, whatever came before and however old the weights were. ``sampling_z`` is the sum
-    of d in standard deviations. Positive: likely tokens came too often, as at a lower temperature, or with top-p.
-    ``sampling_temperature`` is the temperature that explains the mean, as a multiple of the policy's, to first order:
-    the derivative of the expected log-probability by the inverse temperature is its variance.
+    For each sampled token, d is the sum of its log-probability and the entropy of the distribution, both under the
+    trainer's policy, times the importance ratio of trainer to engine. If the engine drew tokens with the reported
+    probabilities, d has mean 0, for any prompt and any age of the weights.
 
     Args:
-        statistics: sums over tokens on which the policy was not trained yet.
+        statistics: sums over tokens on which the policy has not been trained yet.
+
+    Returns:
+        ``sampling_z``, the sum of d in standard deviations. It is positive if likely tokens are too frequent, as at a
+        lower temperature or with top-p. ``sampling_temperature``, the temperature that would explain the mean of d, as
+        a multiple of the policy's. It is a first-order estimate: the derivative of the expected log-probability with
+        respect to the inverse temperature is the variance of the log-probability.
     """
     sums = {name: float(statistics[name]) for name in ("tokens", "surplus", "surplus_squares") if name in statistics}
     tokens, surplus, squares = sums.get("tokens", 0.0), sums.get("surplus", 0.0), sums.get("surplus_squares", 0.0)

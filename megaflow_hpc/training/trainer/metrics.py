@@ -80,7 +80,7 @@ class Tally:
         return losses.report(self._sums)
 
     def sampling(self) -> dict[str, float]:
-        """Returns metrics of how tokens were sampled; see :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
+        """Returns the sampling metrics; see :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
         return losses.sampling(self._sums)
 
     def mismatches(self) -> dict[str, float]:

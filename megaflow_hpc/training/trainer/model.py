@@ -100,10 +100,10 @@ class Policy(torch.nn.Module):
     """A causal language model over packed rows; make one with :func:`load`.
 
     Attributes:
-        causal: the model of transformers, with LoRA's layers in it where asked for.
-        adapter: peft's model around it, or ``None``.
-        stored: the dtype in which the model directory holds weights, and in which versions are written.
-        temperature: divisor of the logits; the one at which tokens were sampled.
+        causal: the transformers model, with LoRA layers if configured.
+        adapter: the peft model that wraps it, or ``None``.
+        stored: dtype of the weights in the model directory and in written versions.
+        temperature: sampling temperature, by which logits are divided.
     """
 
     def __init__(self, causal: Any, source: Path) -> None:
@@ -220,7 +220,7 @@ def load(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     try:
-        # Left out, transformers would ask on a terminal whether it may run code of the model's.
+        # Without trust_remote_code, transformers would ask on the terminal whether to run the model's code.
         causal = AutoModelForCausalLM.from_pretrained(
             source, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
         )

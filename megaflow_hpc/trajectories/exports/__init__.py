@@ -44,7 +44,7 @@ class Job:
     progress: Callable[[int, int], None] = lambda done, total: None
     """Called with the number of rows done and of all rows."""
     warn: Callable[[str], None] = lambda text: None
-    """Called with the id of each trajectory that the format cannot hold whole, and why."""
+    """Called with the id of each trajectory that the format cannot store completely, and the reason."""
 
     def rows(self) -> Iterator[Row]:
         """Yields the chosen rows in order."""
@@ -86,10 +86,10 @@ def export(
         store: an open store.
         formats: names among :data:`FORMATS`.
         directory: the directory to write to, created if missing; files of the same name are replaced.
-        where: an expression that chooses rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
+        where: an expression that selects rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
         compress: compression of JSON lines: ``none``, ``gz`` or ``zst``.
         progress: called with the format, the number of rows done and of all rows.
-        warn: called with the id of each trajectory that a format cannot hold whole, and why.
+        warn: called with the id of each trajectory that a format cannot store completely, and the reason.
 
     Returns:
         The paths written, by format.

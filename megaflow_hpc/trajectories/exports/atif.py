@@ -1,13 +1,14 @@
-"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory,
-``atif/<task>/<policy>/<sample>.json``, of a task that was asked again ``<sample>@<round>.json``.
+"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory.
 
-A step is a message of the system, the user or the agent; what tools answered belongs to the agent's step before it, as
-its observation. A step of the agent carries what is known of the model call that it is the answer of: seconds, and the
-sampled tokens with their log-probabilities where they were recorded. Prompts are counted, not repeated with every call.
+Files are called ``atif/<task>/<policy>/<sample>.json``, or ``<sample>@<round>.json`` for further rounds of a task.
 
-The document holds the main conversation. Every other one is among its ``subagent_trajectories``: of a sub-agent, with a
-reference at the step that started it, and likewise before and after a compaction. Steps that it shares with one before
-are marked as copied context, so each call is in one step. Calls that are linked to no message are counted alone.
+A step is a message of the system, the user or the agent. Tool results are the observation of the preceding agent step.
+An agent step has the data of its model call: seconds, and the sampled tokens with log-probabilities if they were
+recorded. For prompts only the number of tokens is given.
+
+The document has the main conversation. All other conversations are in its ``subagent_trajectories``. If a model call
+started a conversation, the step of that call refers to it. Steps that a conversation shares with an earlier one are
+marked as copied context, so each call has exactly one step. Calls without a linked message appear only in the totals.
 
 Schema ATIF-v1.7 (RFC 0001 of Harbor); Harbor's own models take it.
 """
@@ -111,9 +112,9 @@ def _document(
         row: Its trajectory.
         conversation: The conversation.
         name: The document's ``trajectory_id``.
-        metrics: Of the calls of the trajectory.
-        answers: Call → its step; those of this conversation are added.
-        seen: Messages that are in documents already; those of this one are added.
+        metrics: Metrics of the trajectory's calls.
+        answers: Call → its step. Steps of this conversation are added.
+        seen: Messages that earlier documents have. Those of this document are added.
     """
     again = [node in seen for node in conversation.nodes]
     seen.update(conversation.nodes)

@@ -1,10 +1,10 @@
-"""JSON lines: everything kept of a rollout on one line; nothing is lost, and ``import`` makes the same columns.
+"""JSON lines: one line with all data of a rollout. The format is lossless: ``import`` restores the same columns.
 
-``messages`` is the main conversation. ``conversations`` lists all of them by the indices of their messages, with the
-calls that answered, and ``tree`` holds the messages meant where there are more than the main one's.
+``messages`` is the main conversation. ``conversations`` lists all conversations, with the indices of their messages and
+the calls that answered. If there is more than the main conversation, the indices refer to ``tree``.
 
-Token columns are lists per sequence. Log-probabilities are written with nine significant digits, which give the same
-float32 back; ``null`` stands where a token was not sampled, and for a reward that is not there. Artifacts are base64.
+Token columns are lists per sequence. Log-probabilities have nine significant digits, which restore the same float32.
+``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64.
 """
 
 from __future__ import annotations

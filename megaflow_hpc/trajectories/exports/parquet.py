@@ -1,9 +1,9 @@
 """Parquet: one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets.
 
-Scalars are columns of the names they have in ``trajectories.h5``; ``rewards`` is a struct with one field per name;
-``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, token columns lists inside. ``messages``
-(the main conversation), ``conversations`` and ``tree`` are JSON text as in the JSON lines, because messages have no
-common fields. NaN stays NaN.
+Scalar columns have the same names as in ``trajectories.h5``. ``rewards`` is a struct with one field per name.
+``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, with token columns as nested lists.
+``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON text as in the JSON lines, because
+messages have no common fields. NaN stays NaN.
 """
 
 from __future__ import annotations

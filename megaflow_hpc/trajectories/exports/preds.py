@@ -1,13 +1,14 @@
-"""SWE-bench predictions: ``preds.json``, an object by instance id of ``instance_id``, ``model_name_or_path`` and
-``model_patch``, as the evaluation harness and mini-swe-agent have it.
+"""SWE-bench predictions: ``preds.json``, as the evaluation harness and mini-swe-agent read it.
 
-The harness takes one prediction per instance and file. Where a campaign has several policies or samples, there is one
-file for each: ``preds-<policy>-<sample>.json``, of tasks asked again ``preds-<policy>-<sample>@<round>.json``.
-The patch is the artifact named ``model.patch``, ``patch.diff`` or ``patch``, else that of the last step of a task in
-steps, else the first whose name ends in ``.patch`` or ``.diff``; without one the prediction is empty.
+The file maps an instance id to ``instance_id``, ``model_name_or_path`` and ``model_patch``. The harness takes one
+prediction per instance and file. So a campaign with several policies or samples gets several files:
+``preds-<policy>-<sample>.json``, and ``preds-<policy>-<sample>@<round>.json`` for further rounds.
 
-JSON holds no bytes that are not UTF-8. The patches of this program have none; for one of an agent's own that has, the
-prediction is empty and the job is warned, since other bytes in their place would be another patch.
+The patch is the artifact ``model.patch``, ``patch.diff`` or ``patch``, else the patch of the last step, else the first
+artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction is empty.
+
+JSON cannot store bytes that are not UTF-8. Patches of this package are UTF-8. If an agent's own patch is not, the
+prediction is empty and the export warns, because replaced bytes would make it another patch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def write(job: Job) -> list[Path]:
 
 
 def patch_of(row: Row) -> tuple[str, str]:
-    """Returns the text of the patch among a rollout's artifacts, empty without one, and what it lacks, if anything."""
+    """Returns the patch among a rollout's artifacts, empty if there is no patch, and a warning if it is incomplete."""
     artifacts = {artifact.name: artifact.data for artifact in row.artifacts}
     found = [name for name in NAMES if name in artifacts]
     found += [name for name in reversed(artifacts) if name.rpartition("/")[2] in NAMES]

@@ -78,7 +78,7 @@ def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
 
 
 def _asked(row: Row, sequence: int) -> list[dict[str, Any]]:
-    """Returns what was asked in the first call of a sequence; the main conversation if that is unknown."""
+    """Returns the messages of a sequence's first call; the main conversation if that call is unknown."""
     linked = (n for n, turn in enumerate(row.turns) if turn.sequence == sequence and turn.message >= 0)
     number = next(linked, None)
     return row.messages if number is None else row.call(number).messages

@@ -36,12 +36,13 @@ NUMBERED = {
 
 
 def missing(path: str, count: int, message_offset: Any) -> Any:
-    """Returns what is read of a column that a file of older software lacks.
+    """Returns default values for a column that a file of older software lacks.
 
     Args:
         path: the column.
-        count: its entries.
-        message_offset: (rows + 1), the rows' messages, which form one conversation each; only for ``messages/parent``.
+        count: number of entries.
+        message_offset: (rows + 1), offsets of the rows' messages; only for ``messages/parent``. Each row's messages
+            form one conversation.
     """
     if path == "messages/parent":
         return np.arange(count) - np.repeat(message_offset[:-1] - message_offset[0], np.diff(message_offset)) - 1

@@ -69,7 +69,7 @@ GROUPS = (
                 "error_kind",
                 STRING,
                 "n",
-                "empty; if verified agent or verifier, else model, sandbox, node, walltime, user",
+                "empty; agent or verifier if verified; otherwise model, sandbox, node, walltime or user",
             ),
             ("error", TEXT, "n", "the cause in words"),
             ("node", STRING, "n", "host that carried it out"),
@@ -86,7 +86,7 @@ GROUPS = (
             ("epoch", "int32", "n", "epoch of the claim under which it was committed"),
             ("turns", "int32", "n", "number of model calls"),
             ("inexact", "int32", "n", "model calls recorded without all their token ids"),
-            ("constrained", "int32", "n", "model calls whose tokens the policy did not choose freely"),
+            ("constrained", "int32", "n", "number of model calls with constrained tokens"),
             ("reward", "float32", "n", "NaN unless verified"),
             ("started_at", "float64", "n", "seconds UTC since 1970"),
             ("finished_at", "float64", "n", "seconds UTC since 1970"),
@@ -147,14 +147,14 @@ GROUPS = (
             ("agent_s", "float32", "t", "seconds in the agent itself"),
             ("wait_s", "float32", "t", "seconds waiting for an engine"),
             ("server", STRING, "t", "the engine server that answered"),
-            ("policy", STRING, "t", "the policy that answered; empty where unknown (version 1)"),
-            ("message", "int64", "t", "its answer, counted among the messages of its trajectory; -1 where unknown"),
+            ("policy", STRING, "t", "the policy that answered; empty if unknown (version 1)"),
+            ("message", "int64", "t", "index of its answer among the messages of its trajectory; -1 if unknown"),
             (
                 "started_by",
                 "int64",
                 "t",
-                "the call whose tool calls had no results yet when this call began another conversation, so the one "
-                "that started a sub-agent, counted among the turns of its trajectory; -1 if there is none",
+                "for the first call of a sub-agent: index, among the turns of its trajectory, of the call that started "
+                "the sub-agent, whose tool calls had no results yet; otherwise -1",
             ),
         ),
     ),
@@ -164,7 +164,7 @@ GROUPS = (
         (
             ("id", "int32", "k", "token id in the policy's vocabulary"),
             ("logprob", "float32", "k", "natural logarithm, as sampled; NaN where not sampled"),
-            ("loss_mask", "uint8", "k", "1 exactly where the policy sampled freely"),
+            ("loss_mask", "uint8", "k", "1 if the policy sampled the token freely, otherwise 0"),
             ("weight_version", "int32", "k", "version of the weights that sampled it; -1 where not sampled"),
         ),
     ),
@@ -172,15 +172,15 @@ GROUPS = (
         "messages",
         "Every message of every model call. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object "
         "in OpenAI message form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain "
-        "JSON. The messages of a trajectory are a tree, because conversations share what they have in common: the "
-        "conversation of a call is its answer, `/turns/message`, and the messages before that by `parent`. In files of "
-        "version 1 the messages of a trajectory are its longest conversation, and no call is linked. `q` messages.",
+        "JSON. The messages of a trajectory form a tree, because conversations share their common beginning. The "
+        "conversation of a call is its answer, `/turns/message`, and the chain of messages before it by `parent`. "
+        "Files of version 1 have only the longest conversation of a trajectory, and no links to calls. `q` messages.",
         (
             (
                 "parent",
                 "int64",
                 "q",
-                "the message before it, counted among the messages of its trajectory; -1 where a conversation begins",
+                "index of the message before it among the messages of its trajectory; -1 for a first message",
             ),
             ("offset", "int64", "q+1", "into `json`"),
             ("json", "uint8", "qb", "UTF-8 bytes"),
@@ -203,10 +203,10 @@ GROUPS = (
     Group(
         "artifacts",
         "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
-        "trajectories. `calls.jsonl` has a line of JSON per turn with what a replay needs beside the tokens: the "
-        "request's `id`, `asked` (a digest of the conversation), and the `text` of an answer that is no message. (In "
-        "files of version 1 that is the `text` or `message` of every answer; older ones have `engine.jsonl` instead, "
-        "with the sampled ids a second time, up to 8 MiB.)",
+        "trajectories. `calls.jsonl` has a line of JSON per turn with further data for a replay: the request's `id`, "
+        "`asked` (a digest of the conversation), and the `text` of an answer that is not a message. In files of "
+        "version 1 it has the `text` or `message` of every answer; older files have `engine.jsonl` instead, which "
+        "repeats the sampled ids, up to 8 MiB.",
         (
             ("name", STRING, "f", "file name"),
             ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
@@ -220,7 +220,7 @@ REWARDS_DOC = "One dataset per reward the verifiers named, float32 `(n)`: the re
 
 IMAGES_DOC = (
     "Reserved for the bytes, SHA-256 and size of each distinct image and the token spans that show it. This software "
-    "writes no such group, and passes over one that is there."
+    "does not write the group, and ignores it in files that have it."
 )
 
 ROOT_ATTRIBUTES = (
@@ -269,7 +269,7 @@ OPTIONAL: dict[str, Any] = {
     "turns/started_by": -1,
     "messages/parent": None,
 }
-"""Columns that files of older software lack, and the values read instead; see
+"""Columns that files of older software lack, with default values; see
 :func:`~megaflow_hpc.trajectories.hdf5.numbering.missing`."""
 
 LOGPROB_CHUNK = 4096

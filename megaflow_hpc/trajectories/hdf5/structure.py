@@ -47,7 +47,7 @@ _EXTENTS = {
     "f": "artifacts/name",
     "fb": "artifacts/bytes",
 }
-"""The column whose length each extent is; of messages the offsets, which are one more."""
+"""Extent → the column that has this length. For messages it is the offsets, which have one more entry."""
 
 
 TARGETS = {

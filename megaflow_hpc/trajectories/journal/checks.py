@@ -133,7 +133,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
     try:
         kept["parents"] = linked(_parents(data.get("parents", ()), len(kept["messages"])), len(kept["messages"]))
     except (KeyError, TypeError, ValueError):
-        kept.pop("messages", None)  # what follows what is unknown
+        kept.pop("messages", None)  # without parents, the order of messages is unknown
     return Trajectory(**kept | {name: getattr(heading, name) for name in ("id", "status", "epoch", "attempt")})
 
 
@@ -190,7 +190,7 @@ def _messages(messages: Any) -> None:
 
 
 def _parents(parents: Any, count: int) -> list[int]:
-    """Returns the parents of messages, if each precedes its child."""
+    """Returns the parents of messages. Raises :class:`ValueError` unless each parent precedes its child."""
     if not isinstance(parents, list | tuple) or len(parents) > count:
         raise ValueError(f"parents {_shown(parents)}, expected a list of up to {count} numbers")
     for node, parent in enumerate(parents):

@@ -104,7 +104,7 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks what files of version 2 add: which message follows which, which one a call answered, what started it."""
+    """Checks the links of version 2: parents of messages, and the answer and the starting call of each call."""
     messages, turns = (read(file[f"trajectories/{name}_offset"]) for name in ("message", "turn"))
     if "messages/parent" in file:
         parent = read(file["messages/parent"])

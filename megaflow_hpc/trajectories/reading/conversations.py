@@ -1,9 +1,9 @@
-"""The conversations of a trajectory, from its tree of messages and the links of its calls.
+"""Splits a trajectory into conversations, by its tree of messages and the links of its calls.
 
-A conversation is a chain of calls, each of which continues from the answer of the one before it. If two calls continue
-from the same answer, or several answers were sampled at once, the first keeps the conversation and the others branch
-off it. A conversation that shares no more than a system prompt with earlier ones starts anew: it is a sub-agent's (then
-it names the call that started it), or the same agent's after a compaction or in a sliding window.
+A conversation is a chain of calls; each continues from the answer of the previous call. If two calls continue from the
+same answer, or several answers were sampled at once, the first keeps the conversation and the others branch off. A
+conversation that shares at most a system prompt with earlier ones has no parent. It belongs to a sub-agent, and then
+names the call that started it, or to the same agent after a compaction or with a sliding window.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ class Conversation:
     """One conversation, from its first message to its last answer."""
 
     policy: str
-    """The policy that answered its calls, the last one if there are several; empty without a call."""
+    """The policy that answered its last call; empty if there is no call."""
     nodes: list[int]
     """Indices of its messages among those of the trajectory."""
     messages: list[dict[str, Any]]
     turns: list[int | None]
-    """Per message, the call that it is the answer of; ``None`` for messages of the agent and where unknown."""
+    """Per message, the call that it answers; ``None`` for messages of the agent, or if unknown."""
     parent: int | None = None
-    """Index of the conversation that it branches off, or whose call started it; ``None`` if it starts anew."""
+    """Index of the conversation that it branches off, or whose call started it; otherwise ``None``."""
     shared: int = 0
-    """Number of its first messages that it shares with the conversation that it branches off."""
+    """Number of leading messages that it shares with the conversation that it branches off."""
     started_by: int | None = None
-    """The call whose tool calls waited for their results when it began: the one that started a sub-agent."""
+    """The call that started this conversation, such as a sub-agent's; it waited for tool results at that time."""
 
     @property
     def calls(self) -> int:
-        """Calls whose answers are in it."""
+        """Calls whose answers are in this conversation."""
         return sum(turn is not None for turn in self.turns)
 
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     """One model call."""
 
     messages: list[dict[str, Any]]
-    """What was asked: the conversation as it was sent to the engine."""
+    """The conversation as it was sent to the engine."""
     answer: dict[str, Any] | None
     turn: Turn
 
@@ -54,19 +54,20 @@ def conversations(
     """Returns the conversations in the order in which they began.
 
     Args:
-        messages, parents: Of a :class:`~megaflow_hpc.trajectory.Trajectory`.
+        messages: Messages of a :class:`~megaflow_hpc.trajectory.Trajectory`.
+        parents: Its parents.
         turns: Its calls.
     """
     answers = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
     before = [-1] * len(messages)
-    """Per message, the nearest answer before it."""
+    """Message → the nearest answer before it."""
     for node, parent in enumerate(parents):
         if parent >= 0:
             before[node] = parent if parent in answers else before[parent]
     ends: list[int] = []
     of: dict[int, int] = {}
-    """Message → the first conversation that has it."""
-    loose = set(range(len(messages))) - set(parents) - answers.keys()  # the ends of what belongs to no call
+    """Message → the first conversation that contains it."""
+    loose = set(range(len(messages))) - set(parents) - answers.keys()  # last messages that no call answered
     for node in [*sorted(answers, key=answers.__getitem__), *sorted(loose)]:
         number = of.get(before[node], -1)
         if number < 0 or ends[number] != before[node]:
@@ -110,22 +111,22 @@ def _conversation(
 
 
 def main(found: Sequence[Conversation], policy: str) -> int:
-    """Returns the index of the main conversation: of the policy if it has any, with the most calls, then the longest.
+    """Returns the index of the main conversation.
 
-    Of several that are alike, the first.
+    Prefers conversations of ``policy``, then those with the most calls, then the longest, then the first.
     """
     return max(range(len(found)), key=lambda n: (found[n].policy == policy, found[n].calls, len(found[n].nodes), -n))
 
 
 def heading(number: int, conversation: Conversation) -> str:
-    """Returns a line on a conversation: its number, its calls, and where it comes from."""
+    """Describes a conversation in one line: its number, its calls, and its origin."""
     calls = [call for call in conversation.turns[conversation.shared :] if call is not None]
     if conversation.started_by is not None:
         begins = f"started while call {conversation.started_by} waited for its tools"
     elif conversation.shared:
         begins = f"branches off conversation {conversation.parent} after [{conversation.shared - 1}]"
     else:
-        begins = "starts anew" if number else "the first one"
+        begins = "starts from scratch" if number else "the first one"
     if conversation.started_by is not None and conversation.parent is not None:
         begins += f" in conversation {conversation.parent}"
     policy = f", policy {conversation.policy}" if conversation.policy else ""

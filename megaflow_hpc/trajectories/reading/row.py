@@ -80,9 +80,9 @@ class Row:
         """Returns the conversations as plain JSON.
 
         Returns:
-            ``messages``, the main one; ``conversations``, all of them, each with the indices of its ``messages``, the
-            ``turns`` whose answers those are, and its links; and, if there is more than the main conversation, the
-            ``tree`` whose messages are meant: ``messages`` and the ``parents`` of each.
+            ``messages``, the main conversation; ``conversations``, all of them, each with the indices of its
+            ``messages``, the ``turns`` that they answer, and its links. If there is more than the main conversation,
+            the indices refer to ``tree``, which has ``messages`` and their ``parents``.
         """
         found, messages, parents = (
             self.conversations,
@@ -101,7 +101,7 @@ class Row:
     def call(self, number: int) -> Call:
         """Returns one model call: the messages that were asked, the answer and its turn.
 
-        Messages are none, and the answer ``None``, if the call was no chat call or is not linked to its answer.
+        If the call was not a chat call, or has no link to its answer, there are no messages and the answer is ``None``.
         """
         turn = self.turns[number]
         messages = self._source.messages(self.index)

@@ -107,7 +107,7 @@ class Source(Protocol):
         """Returns the named rewards that a row has."""
 
     def messages(self, row: int) -> list[dict[str, Any]]:
-        """Returns every message of a row in OpenAI form: a tree (:class:`~megaflow_hpc.trajectory.Trajectory`)."""
+        """Returns all messages of a row, a tree, in OpenAI form (:class:`~megaflow_hpc.trajectory.Trajectory`)."""
 
     def parents(self, row: int) -> list[int]:
         """Returns, for each message of a row, the index of the one before it; -1 where a conversation begins."""
@@ -310,7 +310,7 @@ class Hdf5Source:
             if not known or not -1 <= turn.started_by < number:
                 raise ConfigError(
                     f"{self.path}: row {row}: call {number} names message {turn.message} and call {turn.started_by}, "
-                    f"which it cannot; run: megaflow-hpc validate {self.path}"
+                    f"which are out of range; run: megaflow-hpc validate {self.path}"
                 )
             if turn.sequence >= 0:
                 if not first <= turn.sequence < last:

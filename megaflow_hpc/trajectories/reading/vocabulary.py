@@ -32,9 +32,9 @@ from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
 MOST_BYTES = 128 << 20
-"""Bytes of a ``tokenizer.json``; the largest known has 33 MB."""
+"""Maximum size of a ``tokenizer.json``. The largest known one has 33 MB."""
 MOST_CHARACTERS = 1000
-"""Characters of a piece that are shown."""
+"""Maximum number of characters shown of a piece."""
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, file_bytes=0)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -95,10 +95,10 @@ def load(path: Path) -> Vocabulary:
 
 
 def pieces(path: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Returns the texts of token ids by a ``tokenizer.json``, which is read in a process with limits.
+    """Returns the texts of token ids. Reads the ``tokenizer.json`` in a process with resource limits.
 
     Raises:
-        ConfigError: As of :func:`load`, or because reading it takes more than :data:`LIMITS`.
+        ConfigError: :func:`load` fails, or reading exceeds :data:`LIMITS`.
     """
     done = subprocess.run(
         [*child.argv_of(sys.modules[__name__]), os.path.abspath(path)],
@@ -117,7 +117,7 @@ def pieces(path: Path, ids: Iterable[int]) -> dict[int, str]:
 
 
 def main() -> None:
-    """Prints the pieces of the ids on standard input as JSON; its argument is the file."""
+    """Reads token ids from standard input and prints their texts as JSON. The argument is the tokenizer file."""
     confine(LIMITS)
     try:
         vocabulary = load(Path(sys.argv[1]))

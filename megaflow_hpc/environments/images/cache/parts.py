@@ -117,7 +117,7 @@ def _copy(facts: ImageFacts, place: Path) -> int:
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     before = stamp(facts.path)
     source = Path(facts.path)
-    if facts.digest:  # what is unpacked is what was compared with the digest: a private copy, that nobody changes
+    if facts.digest:  # check and unpack a private copy, because the store's owner may change the file in between
         source = target.with_name("image.sif")
         read_checked(facts, source)
     try:

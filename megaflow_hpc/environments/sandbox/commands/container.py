@@ -44,8 +44,8 @@ _STDERR_KEPT = 16384
 _ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
 _LONGEST_ANSWER = 256
 MOST_STRAY = 1000
-"""Lines that answer no command. Every process of a sandbox can open its runner's output and write there; a container
-with more of them is ended."""
+"""Stop a container after this many lines that answer no command. Every process of a sandbox can open the runner's
+output and write to it."""
 
 ENDED_FROM_WITHIN = b"gone"
 """PID 1's last word when a command has killed every process but it."""
@@ -279,7 +279,7 @@ class Container:
         if not data:
             self._end()
             return
-        if self._stray > MOST_STRAY:  # it is being killed
+        if self._stray > MOST_STRAY:  # the container is being killed
             return
         *lines, self._answer = (self._answer + data).split(b"\n")
         self._stray += len(self._answer) > _LONGEST_ANSWER
@@ -287,14 +287,14 @@ class Container:
         try:
             for line in lines:
                 self._stray += not self._take(line)
-        except Exception as error:  # a defect of ours; it must not come back with each line
+        except Exception as error:  # a bug of this package: stop, instead of failing at each further line
             print(f"{self.control}: an answer cannot be handled, its container ends: {error!r:.500}", file=sys.stderr)
             self._stray = MOST_STRAY + 1
         if self._stray > MOST_STRAY:
             self._give_up("the sandbox filled its control channel")
 
     def _take(self, line: bytes) -> bool:
-        """Handles one line of the runner's; returns whether it was waited for."""
+        """Handles one line of the runner. Returns whether it was expected."""
         if answer := _ANSWER.fullmatch(line):
             worker, status, word = answer.groups()
             if word == b"up":

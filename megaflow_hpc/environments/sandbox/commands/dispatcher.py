@@ -83,8 +83,8 @@ class CommandDispatcher:
         return self._number
 
     def answered(self, worker: int, status: int | None) -> bool:
-        """Ends the command of a worker with its status; ``None``: the worker could start none, and is gone itself.
-        Returns whether it had a command."""
+        """Ends a worker's command with ``status``; ``None`` if the worker could not start it and has exited. Returns
+        whether the worker had a command."""
         found = self.workers.find(worker)
         command = found.command if found else None
         if command is None:
@@ -114,7 +114,7 @@ class CommandDispatcher:
             command.buffers[1].feed(f"[killed: {breach}]\n".encode())
 
     def fail(self, why: str) -> None:
-        """Makes what runs raise :class:`LostError`, as the container is gone."""
+        """Makes running commands raise :class:`LostError`, because the container has ended."""
         for command in list(self._commands.values()):
             self._withdraw(command)
             if command.listening is not None:

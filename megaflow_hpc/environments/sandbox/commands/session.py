@@ -22,7 +22,7 @@ from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
 _LONGEST_STATUS = 16
-"""Characters of a status and its line end; what the shell runs can write anything there."""
+"""Maximum length of a status line, because commands in the shell can write anything to that stream."""
 GRACE_S = 1.0
 """Seconds from the kill of what a command started to its end; later it is the shell that is busy, and it goes."""
 

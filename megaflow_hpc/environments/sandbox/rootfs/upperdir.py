@@ -1,11 +1,11 @@
-"""A sandbox's writable layer, edited from the host while nothing runs in it.
+"""Edits a sandbox's writable layer from the host while no process runs in it.
 
-What an agent changed lies in the overlay's upper directory, which belongs to the user who runs the campaign. Before
-tests run, that directory is set aside and a new one gets what the tests may meet of it (:func:`sift`,
-:func:`keep_only`); all else is the image's own again, whatever the agent made of it. The tree is the agent's work:
-nothing here follows a link in it.
+The overlay's upper directory stores the agent's changes. It belongs to the user who runs the campaign. Before tests
+run, the directory is renamed, and a new one gets the changes that the tests may see (:func:`sift`, :func:`keep_only`).
+All other files are then the image's again. The agent controls the contents of the layer, so no function here follows
+symbolic links in it.
 
-The image is a view of all its layers (images/layers/view.py); ``None`` where its files cannot be seen from the host.
+``image`` is a view of all layers of the image (images/layers/view.py), or ``None`` if the host cannot read its files.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.host.files import remove_tree
 
 RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")
-"""Files of an image that the container runtime reads before anything of ours runs: scripts that set variables."""
+"""Files of an image that the container runtime reads when a container starts, such as scripts that set variables."""
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", *RUNTIME)
 """Directories that programs, their libraries and their settings are loaded from."""
 
 PROGRAM_DIRS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin")
-"""Directories in which a program is looked for, whatever ``PATH`` says."""
+"""Directories that always count as directories of programs, even if ``PATH`` does not name them."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Which of an agent's changes tests meet. Paths are relative to the root."""
+    """Rules for which of an agent's changes tests see. Paths are relative to the root directory."""
 
     kept: Sequence[str] = ()
-    """Every change at or below these paths."""
+    """Keep every change at or below these paths."""
     additions: bool = True
-    """Besides, files and directories that the image does not have, outside the system directories; and in a directory
-    of programs those whose name no program of the image has."""
+    """Also keep new files and directories outside the system directories, and new programs whose name no program of the
+    image has."""
     everywhere: bool = False
-    """Besides, every change outside the system directories: the task has no work directory."""
+    """Also keep every change outside the system directories, because the task has no work directory."""
     programs: Sequence[str] = PROGRAM_DIRS
     """Directories on ``PATH``."""
     loaded: Sequence[str] = ()
     """Further files and directories that programs load (``PYTHONPATH`` and the like)."""
     home: str = "root"
-    """The home directory: a name in it that begins with a dot is a setting."""
+    """The home directory. Names in it that begin with a dot count as settings."""
 
     def is_system(self, path: str) -> bool:
-        """Whether programs, libraries or settings are loaded from ``path``."""
+        """Returns whether programs load code or settings from ``path``."""
         parts = path.split("/")
         hidden = f"{self.home}/." if self.home else "."
         return parts[0] in SYSTEM or path.startswith(hidden) or any(_at_or_below(path, place) for place in self._places)
@@ -60,7 +60,7 @@ class Rules:
         return [place for place in (*self.programs, *self.loaded, *above) if place]
 
     def within(self, image: View) -> Rules:
-        """Returns the rules with the places besides that their paths lead to in an image."""
+        """Returns the rules extended by the targets of their paths, with the image's symbolic links resolved."""
 
         def both(paths: Sequence[str]) -> list[str]:
             return sorted({*paths, *(place for path in paths if (place := _resolved(image, path)))})
@@ -70,24 +70,24 @@ class Rules:
         return Rules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
-        """Whether there is a border at or below ``path``: what is in it is sorted one by one."""
+        """Returns whether the rules name a path at or below ``path``. If so, its entries are sorted one by one."""
         borders = (*self.programs, *self.loaded, self.home)
         return path in borders or any(place.startswith(f"{path}/") for place in (*self.kept, *borders))
 
 
 @dataclass
 class Sifted:
-    """What a layer has, sorted by rules."""
+    """Paths of a layer, sorted by rules."""
 
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     false: list[str] = field(default_factory=list)
-    """Of those, the image's own files in system directories, changed or deleted, and additions under a name that a
-    program of the image has."""
+    """Dropped paths that could mislead tests: files of the image in system directories that the agent changed or
+    deleted, and new programs that shadow a program of the image."""
 
 
 def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
-    """Sorts what a layer has. Where the image cannot be seen, nothing can be told to be an addition."""
+    """Sorts the paths of a layer. If ``image`` is ``None``, no path counts as an addition."""
     found = Sifted()
     rules = rules.within(image) if image else rules
     names: set[str] | None = None
@@ -130,10 +130,10 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
 
 
 def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: View | None = None) -> list[str]:
-    """Sets the whole layer aside and takes back only what it has at ``paths``; returns those taken.
+    """Renames the layer to ``aside`` and moves only ``paths`` back to a new layer. Returns the paths that were moved.
 
-    Moved, not copied: deletions (overlay's whiteouts) and times stay as they are. Nothing is taken from behind a link
-    that the agent made. Directories on the way are made anew, with the image's own mode where it has them.
+    Moving keeps deletions (the overlay's whiteouts) and times. Paths behind a symbolic link of the agent stay in
+    ``aside``. Parent directories are created with the mode that they have in the image, if it has them.
     """
     open_to_owner(upper)
     os.rename(upper, aside)
@@ -149,7 +149,7 @@ def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: View | None
 
 
 def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
-    """Undoes :func:`keep_only`: the layer is the agent's again, with what happened at the kept paths since."""
+    """Undoes :func:`keep_only`. Changes that were made at the kept paths meanwhile stay."""
     for path in taken:
         parts = PurePosixPath(path).parts
         revert(aside, path)
@@ -159,13 +159,13 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
 
 
 def restore(upper: Path, image: View | None, kept: Sequence[str]) -> None:
-    """Gives a layer the image's own programs, libraries and settings back; what the agent added stays."""
+    """Restores the image's programs, libraries and settings in a layer. Other additions of the agent stay."""
     for path in sift(upper, image, Rules(kept)).false:
         revert(upper, path)
 
 
 def mend(upper: Path, image: View | None, workdir: str | None) -> None:
-    """Makes a container start again, whatever the last one did: its system directories are the image's again."""
+    """Restores the image's system directories, so that a container starts even if the agent broke them."""
     broken = upper.with_name("broken")
     place = (workdir or "/").strip("/")
     rules = Rules([place] if place else [], everywhere=not place)
@@ -177,7 +177,7 @@ def mend(upper: Path, image: View | None, workdir: str | None) -> None:
 
 
 def revert(upper: Path, path: str) -> bool:
-    """Undoes whatever the layer has at ``path``, relative to the root; ``True`` if there was anything."""
+    """Removes the layer's change at ``path``, which is relative to the root. Returns whether there was one."""
     *parents, name = PurePosixPath(path).parts
     place = upper
     for part in parents:
@@ -188,7 +188,7 @@ def revert(upper: Path, path: str) -> bool:
 
 
 def make_way(upper: Path, path: str) -> None:
-    """Makes ``path`` a place that binds may cover: its parents real directories of the layer or of the image."""
+    """Prepares ``path`` for a bind mount: makes its parents real directories of the layer or of the image."""
     parts = PurePosixPath(path).parts
     for depth in range(1, len(parts)):
         place = upper.joinpath(*parts[:depth])
@@ -222,7 +222,7 @@ def replace(upper: Path, path: str, aside: Path) -> None:
 
 
 def _move(source: Path, target: Path, parts: Sequence[str], image: View | None = None) -> bool:
-    """Moves one path from layer to layer; ``False`` if it is not there, or behind a link."""
+    """Moves one path to another layer. Returns ``False`` if it is missing or behind a symbolic link."""
     here, there = source, target
     for depth, part in enumerate(parts[:-1], 1):
         here, there = here / part, there / part

@@ -45,7 +45,7 @@ def logprob(token: int, position: int) -> float:
 
 
 def text_of_tokens(tokens: Sequence[int]) -> str:
-    """Returns the text of token ids; the marks of turns have none."""
+    """Returns the text of token ids. Turn markers have no text."""
     return bytes(t % OTHER for t in tokens if t not in (END, START)).decode("utf-8", "replace")
 
 

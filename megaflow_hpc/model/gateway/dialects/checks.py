@@ -32,11 +32,11 @@ SCHEMA_COUNT = 100_000
 ARGUMENTS_LENGTH, ARGUMENTS_BRACKETS, ARGUMENTS_VALUES = 2**22, 10_000, 100_000
 """Of a tool call's arguments: characters, objects and lists, and values."""
 _UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
-"""Looking around, and back at groups."""
+"""Lookahead, lookbehind and backreferences, which engines do not support."""
 _KINDS = (r"\s", r"\S"), (r"\d", r"\D"), (r"\w", r"\W")
 _EXCLUDED = [rf"\[\^[^\]]*\{a}[^\]]*\{b}" for one in _KINDS for a, b in (one, one[::-1])]
 _NOTHING = re.compile("|".join([*_EXCLUDED, r"(?<!\\)\[\]"]))
-"""Classes that exclude a kind of character and all others, and empty ones."""
+"""Character classes that match nothing, such as ``[^\\s\\S]`` and ``[]``."""
 _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
 
@@ -193,8 +193,8 @@ def structured_outputs(value: Any, field: str) -> dict[str, Any]:
 
 
 def compiled_schema(value: Any, field: str) -> Mapping[str, Any]:
-    """Passes a JSON schema that an engine may compile to a grammar: bounded in size, depth, counts,
-    expressions and references."""
+    """Checks a JSON schema that an engine may compile to a grammar: its size, depth, counts, expressions and
+    references are bounded."""
     bounded(expect_object(value, field), field, SCHEMA_BYTES)
     rest: list[Any] = [value]
     while rest:
@@ -315,13 +315,13 @@ def _pattern(pattern: str, field: str) -> None:
         )
     if _UNKNOWN.search(pattern) or _NOTHING.search(pattern) or not _parses(pattern):
         raise BadRequest(
-            f"{field}: {_shown(pattern)} is no expression that engines compile: it does not parse, looks around or "
-            "back, or holds a class without a character"
+            f"{field}: engines cannot compile the expression {_shown(pattern)}: it does not parse, or has a "
+            "lookaround, a backreference or an empty character class"
         )
 
 
 def _parses(pattern: str) -> bool:
-    """Returns whether Python reads an expression, whose names of groups it writes otherwise."""
+    """Returns whether an expression parses in Python, which has another syntax for named groups."""
     try:
         re.compile(pattern.replace("(?<", "(?P<"))
     except (re.error, RecursionError, OverflowError):

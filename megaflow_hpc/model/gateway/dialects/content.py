@@ -144,9 +144,9 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "tool": {**_COMMON, "tool_call_id": expect_text},
 }
-"""Role → fields of its messages that are passed on. Content is a text, nothing, or parts.
+"""Role → fields of its messages that are passed on. Content is a text, a list of parts, or missing.
 
-Chat templates know no ``developer``, which is the newer name of ``system``: such messages are passed on as that.
+Chat templates do not know ``developer``, the newer name of ``system``, so it is passed on as ``system``.
 """
 
 

@@ -7,7 +7,7 @@ assistant: text, thinking, tool_use    one assistant message: content, reasoning
 system or developer in the messages    a user message: many chat templates refuse a second system message, and moving
                                        it to the front would change the prompt of every earlier call
 tools with an ``input_schema``         functions; those that run at Anthropic (web search) are not offered to the model
-thinking, effort, cache_control        ignored: how a model thinks is the campaign's matter
+thinking, effort, cache_control        ignored: the campaign decides how a model thinks
 =====================================  =============================================================================
 """
 

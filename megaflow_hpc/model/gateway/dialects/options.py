@@ -1,14 +1,14 @@
-"""Every option of a model call, by dialect: what reaches the engine, what is left out, refused, or no free choice.
+"""Tables of the options of a model call, one per dialect.
 
-An option that stands in no table is left out: clients bring new ones of their own with every version, and none of them
-reaches an engine. Two steps make the engine's request::
+An option is passed on to the engine, dropped, or refused. Options that no table lists are dropped: each version of a
+client adds new ones. The engine's request is made in two steps::
 
     agent's request ── MESSAGES, RESPONSES: names and types ──► conversion ──► CHAT, COMPLETIONS ──► engine
 
-So what an engine gets is in :data:`CHAT` or :data:`COMPLETIONS` whatever API the agent speaks. An option is refused,
-and not left out, where an agent that gave it would go on with an answer to another question.
+So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can get, for every API. An option is refused
+instead of dropped if the agent would otherwise get an answer to a different question.
 
-The tables also say which options keep a policy from choosing its tokens freely (:attr:`Option.constrains`);
+The tables also say which options constrain the policy's choice of tokens (:attr:`Option.constrains`).
 :func:`constraints` finds them in a request.
 """
 
@@ -54,9 +54,9 @@ class Option:
     harmless: Any = False
     """The value that is left out instead, as is every empty one: clients send defaults."""
     constrains: str = ""
-    """When a call with it is constrained, so that its tokens get loss mask 0; empty: never."""
+    """Condition under which the option constrains a call, so that its tokens get loss mask 0; empty: never."""
     becomes: str = ""
-    """The option of a chat request that it is converted to, if that has another name."""
+    """Name of the chat option that it is converted to, if that differs."""
 
 
 def _all(option: Option, names: str) -> dict[str, Option]:
@@ -93,14 +93,14 @@ _SAMPLING: Mapping[str, Option] = {
     **_all(_FLAG, "return_token_ids return_tokens_as_token_ids"),
     "stream": Option(flag, passed=False),
     "stream_options": Option(expect_object, passed=False),
-    # Of no meaning here, and sent by clients all the same.
+    # Clients send these, but they have no effect here.
     **_all(DROPPED, "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
     **_all(DROPPED, "request_id session_id include_reasoning stream_interval length_penalty truncation_side"),
-    # What an engine does for it, the recorder cannot tell from what was sampled.
+    # With these, the recorder cannot tell sampled tokens from others.
     **_refused(_RECORDED, "echo suffix use_beam_search prompt_logprobs logprob_token_ids truncate_prompt_tokens"),
     **_refused(_RECORDED, "prompt_embeds return_prompt_text return_token_offsets routed_experts_prompt_start"),
-    "best_of": Option(refused=f"{_RECORDED}; n is", harmless=1),
-    # What would change the engine for others, name its files, hosts or code, or make it compute without bound.
+    "best_of": Option(refused=f"{_RECORDED}; give n", harmless=1),
+    # These change the engine for other calls, name its files, hosts or code, or need unbounded computation.
     **_refused(_ENGINES, "kv_transfer_params ec_transfer_params vllm_xargs priority cache_salt mm_processor_kwargs"),
     **_refused(_ENGINES, "media_io_kwargs mm_payload return_mm_kwargs watermarking repetition_detection"),
     **_refused(_ENGINES, "min_tokens ignore_eos stop_token_ids allowed_token_ids bad_words thinking_token_budget"),
@@ -126,9 +126,9 @@ CHAT: Mapping[str, Option] = {
     **_all(DROPPED, "modalities prediction verbosity web_search_options"),
     **_refused(_ENGINES, "chat_template documents"),
     **_refused("is not served; give tools and tool_choice", "functions function_call"),
-    **_refused("is not served; text is", "audio"),
+    **_refused("is not served; ask for text", "audio"),
 }
-"""``/v1/chat/completions``, and what every other dialect becomes."""
+"""``/v1/chat/completions``. The messages and responses APIs are converted to it."""
 
 COMPLETIONS: Mapping[str, Option] = {
     **_SAMPLING,
@@ -155,16 +155,16 @@ MESSAGES: Mapping[str, Option] = {
     "tool_choice": Option(expect_object, becomes="tool_choice"),
     **_all(Option(expect_object, becomes="response_format"), "output_config output_format"),
     **_all(DROPPED, "metadata service_tier thinking context_management cache_control betas speed inference_geo"),
-    # What runs at Anthropic is not offered to the model.
+    # Tools that run at Anthropic are not offered to the model.
     **_all(DROPPED, "container mcp_servers"),
 }
-"""``/v1/messages`` and ``/v1/messages/count_tokens``; how a model thinks is the campaign's matter."""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``. The campaign decides how a model thinks."""
 
 RESPONSES_SAMPLING = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "logit_bias"),
     "structured_outputs",
 )
-"""Options of a chat request that vLLM's responses API has too, under the same name."""
+"""Options of a chat request that vLLM's responses API also has."""
 
 RESPONSES: Mapping[str, Option] = {
     **_CONVERTED,
@@ -209,11 +209,11 @@ def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, A
 
 
 def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[str] = ()) -> dict[str, Any]:
-    """Returns what of a chat or plain request goes to the engine, and nothing else.
+    """Returns the checked request for the engine: only options that the tables pass on.
 
     Args:
-        request: As a dialect made it.
-        chat: Whether it is a chat request.
+        request: The request that the dialect built.
+        chat: True for a chat request, false for a completion.
         domains: Hosts from which the engine may fetch images.
 
     Raises:
@@ -238,14 +238,14 @@ def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[s
 
 
 Constraint = tuple[str, Any, str]
-"""An option, its value, and what a free call has instead."""
+"""An option, its value, and the value that a free call has instead."""
 
 
 def constraints(request: Mapping[str, Any], settings: Mapping[str, float]) -> list[Constraint]:
-    """Returns the options of an engine's request under which its tokens are not the policy's free choice.
+    """Returns the options of an engine's request that constrain the policy's choice of tokens.
 
     Args:
-        request: As :func:`engine_request` returned it.
+        request: The result of :func:`engine_request`.
         settings: The policy's sampling settings.
     """
     found: list[Constraint] = []
@@ -256,7 +256,7 @@ def constraints(request: Mapping[str, Any], settings: Mapping[str, float]) -> li
                 found.append((name, value, f"{settings[name]:g}"))
         elif name in CAUSES and CAUSES[name](value):
             found.append((name, value, "none"))
-    if request.get("tool_choice") == "none":  # the model is offered tools, and cannot be held to one
+    if request.get("tool_choice") == "none":  # the model sees the tools, but the engine enforces none
         found = [constraint for constraint in found if constraint[0] != "tools"]
     return found
 
@@ -268,4 +268,4 @@ CAUSES: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: value not in ("none", "auto"),
     "tools": lambda value: any(tool["function"].get("strict") for tool in value),
 }
-"""Option beside the sampling settings → whether a value, checked already, constrains the tokens."""
+"""Option other than a sampling setting → test whether a checked value constrains the tokens."""

@@ -1,8 +1,8 @@
-"""References of a JSON schema: what makes no progress keeps an engine from ever choosing a token.
+"""Refuses JSON schemas whose references form a cycle without describing a part of the value.
 
-``{"$ref": "#"}`` is satisfied by whatever satisfies it. Engines compile it to a grammar that allows no token at all,
-and answer 500. The same holds for longer circles, through ``allOf``, ``anyOf`` and all else that applies a schema to
-the same value. A circle through ``properties`` or ``items`` describes a part of the value, and is fine.
+An example is ``{"$ref": "#"}``. Engines compile it to a grammar that allows no token, and answer 500. Longer cycles
+through ``allOf``, ``anyOf`` and other keywords that apply a schema to the same value do the same. A cycle through
+``properties`` or ``items`` describes a part of the value, and is valid.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from megaflow_hpc.model.gateway.dialects.base import BadRequest
 
 HERE = ("not", "if", "then", "else")
-"""Keywords whose schema applies to the same value, as that of a ``$ref`` does."""
+"""Keywords with one schema that applies to the same value, like ``$ref``."""
 HERE_EACH = ("allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
-"""The same, of lists or maps of schemas."""
+"""Keywords with a list or map of schemas that apply to the same value."""
 MOVING = ("$dynamicRef", "$recursiveRef")
-"""References that lead elsewhere in each place; engines ignore them."""
+"""References whose target depends on the context. Engines ignore them."""
 
 
 def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> None:
-    """Raises :class:`BadRequest` if references go round in a circle without describing a part of the value.
+    """Raises :class:`BadRequest` if references form a cycle without describing a part of the value.
 
     Args:
         schema: The whole schema.
         field: Its name.
-        compiled: The engine makes a grammar of it: references that lead nowhere are refused too.
+        compiled: The engine compiles it to a grammar, so dangling references are refused too.
     """
     left: set[int] = set()
-    """Schemas from which every path was followed to its end, by identity."""
+    """Ids of the schemas that are fully checked."""
     for start in _schemas(schema):
         path: list[tuple[int, Iterator[Any]]] = []
         on_path: set[int] = set()
@@ -52,7 +52,7 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
 
 
 def _schemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields every object in a schema."""
+    """Yields every object within a schema."""
     rest: list[Any] = [schema]
     while rest:
         item = rest.pop()
@@ -77,7 +77,7 @@ def _applied(schema: Mapping[str, Any], inner: Mapping[str, Any], field: str, co
 
 
 def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: bool) -> Any:
-    """Returns what a reference names; an empty schema if that is not in the schema, and nobody compiles it."""
+    """Returns the target of a reference. If it is missing and ``compiled`` is false, returns an empty schema."""
     found: Any = schema
     if isinstance(reference, Mapping):
         return reference  # a property of that name
