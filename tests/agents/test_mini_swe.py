@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from pathlib import Path
@@ -106,9 +107,18 @@ def test_bytes_that_are_no_text_do_not_end_it(servers: Servers, tmp_path: Path) 
 
 
 def test_a_model_that_no_engine_serves_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:
-    servers.script({"tasks": [{"when": "wrong sum", "answers": [{"status": 500}]}]})
+    late = {"text": block("echo on >> log"), "delay_s": 60.0}
+    number = servers.script({"default": [block("echo on >> log"), late]})
+    sandbox = LocalSandbox(tmp_path / "box")
+
+    async def scenario() -> None:
+        rolling = asyncio.create_task(roll(servers, sandbox, wait_s=1.0))
+        await until_async((sandbox.work / "log").exists, "the first command has run")
+        servers.signal(number, signal.SIGKILL)
+        await rolling
+
     with pytest.raises(ModelServiceError):
-        asyncio.run(roll(servers, LocalSandbox(tmp_path / "box"), wait_s=1.0))
+        asyncio.run(scenario())
 
 
 def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Path) -> None:

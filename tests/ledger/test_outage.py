@@ -97,7 +97,8 @@ FULL = """
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
     record = pack_record({"id": "t0/oracle/0", "status": "completed", "attempt": 0, "epoch": 0, "pad": "x" * 100_000})
-    outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", 1.0, 1, 0, 0.0, 1.0, "", record)
+    numbers = (1.0, 1, 0, 0, 0.0, 1.0)
+    outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", *numbers, "", record)
     io.store(outcome, 0, 0)
     io.push()
     while not io.stuck:

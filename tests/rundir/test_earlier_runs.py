@@ -199,6 +199,7 @@ def test_its_state_is_shown(old: RunDir) -> None:
         "node": "vm",
         "job_id": "",
         "model_name": "default",
+        "template": "",
         "weight_version": 0,
         "waiting": 0,
         "state": "serving",
