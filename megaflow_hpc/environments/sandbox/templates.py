@@ -137,13 +137,8 @@ class Templates:
             self._supported = await asyncio.to_thread(supported)
         if not self._supported:
             return None
-        while self._kept is not None and self._kept.starting.done() and not self._kept.template.alive:
-            await self._drop()
-        if self._kept is None:
-            self._kept = self._begin()
-        kept = self._kept
         try:
-            await asyncio.shield(kept.starting)
+            await self._running()
         except (SandboxError, OSError) as error:
             self.refuse(access, error)
             return None
@@ -154,7 +149,27 @@ class Templates:
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
         limits = " ".join(f"{name}={number}" for name, number in bounds(spec).items())
         words = (spec.network, *mounted, capabilities, limits, " ".join(command), str(len(binds)), *binds, *environment)
-        return functools.partial(kept.template.clone, words)
+        return functools.partial(self._clone, words)
+
+    async def _running(self) -> Template:
+        """Returns a template that runs, and starts one if there is none."""
+        while self._kept is not None and self._kept.starting.done() and not self._kept.template.alive:
+            await self._drop()
+        if self._kept is None:
+            self._kept = self._begin()
+        kept = self._kept
+        await asyncio.shield(kept.starting)
+        return kept.template
+
+    async def _clone(self, words: Sequence[str], errors: int, on_started: Callable[[Identity], None]) -> Clone:
+        template = await self._running()
+        try:
+            return await template.clone(words, errors, on_started)
+        except SandboxError:
+            if template.alive:
+                raise
+        # The template ended before this process noticed; another one serves.
+        return await (await self._running()).clone(words, errors, on_started)
 
     def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
         """Notes that sandboxes over an image cannot be cloned here; raises ``error`` where they are to be, by hand.
