@@ -90,8 +90,9 @@ class TaskFormat(Protocol):
         """Name of a step; empty for a task without steps."""
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
-        """Makes a fresh sandbox ready, its work directory and log directories being there; returns whether anything was
-        run or laid there for that.
+        """Prepares a fresh sandbox, which has its work and log directories.
+
+        Ends the processes that the task's own code started. Returns whether anything was run or uploaded.
 
         Raises:
             SandboxError: it cannot be done; the rollout fails.

@@ -191,7 +191,7 @@ def _place(cls: Any) -> str:
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
-    """Runs ``setup``; returns whether there is one.
+    """Runs ``setup``, and ends what it left running; returns whether there is one.
 
     Raises:
         UserCodeError: for whatever it raises.
@@ -199,6 +199,7 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
         await call(task, instance.setup, sandbox, task.agent_timeout_s)
+        await sandbox.end_processes()
     return hasattr(instance, "setup")
 
 

@@ -44,7 +44,7 @@ RunAgent = Callable[[int, Task], Awaitable[None]]
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     """Prepares a fresh sandbox: creates work and log directories, runs the format's set-up, records the git commit.
 
-    Ends every process that set-up or a health check left running, because it could read the agent's key.
+    No process that set-up or a health check started is left running, because it could read the agent's key.
 
     Raises:
         SandboxError: the sandbox cannot be prepared; the rollout fails.
@@ -53,7 +53,6 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
     await checkout.remember(sandbox, workdir, make=LOGS)
     if await format_of(task).prepare(task, sandbox):
         await checkout.remember(sandbox, workdir)
-        await sandbox.end_processes()
 
 
 async def begin(step: Task, sandbox: ApptainerSandbox) -> None:

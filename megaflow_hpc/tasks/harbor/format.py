@@ -60,6 +60,8 @@ class HarborFormat:
         if data.upload_environment:
             await sandbox.upload(os.path.join(task.path, "environment"), task.workdir or "/")
         await wait_healthy(task.id, sandbox, data.healthcheck)
+        if data.healthcheck.command:
+            await sandbox.end_processes()
         return data.upload_environment or bool(data.healthcheck.command)
 
     steps = staticmethod(steps_of)
