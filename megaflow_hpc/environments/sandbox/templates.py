@@ -152,7 +152,7 @@ class Templates:
         return functools.partial(self._clone, words)
 
     async def _running(self) -> Template:
-        """Returns a template that runs, and starts one if there is none."""
+        """Returns the running template; starts one first if necessary."""
         while self._kept is not None and self._kept.starting.done() and not self._kept.template.alive:
             await self._drop()
         if self._kept is None:
