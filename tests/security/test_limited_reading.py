@@ -17,14 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.child import Limits, run_confined
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories import gather
 from megaflow_hpc.trajectories.reading.vocabulary import kept, load, pieces
-from tests.support.campaigns import Make, cli
-from tests.support.samples import commit, trajectory
+from tests.support.campaigns import Make, cli, gathered
+from tests.support.samples import trajectory
 from tests.support.second_user import COMMAND, as_second_user
 
 MB = 1 << 20
@@ -49,10 +47,7 @@ BOMBS: dict[str, tuple[tuple[bytes, int], ...]] = {
 
 @pytest.fixture
 def run(make_campaign: Make, tmp_path: Path) -> RunDir:
-    found = Campaign.from_yaml(make_campaign()).plan(tmp_path / "run", launcher="local").dir
-    commit(found, "a", *((0, 0, trajectory(n)) for n in range(4)))
-    gather(found)
-    return found
+    return gathered(make_campaign(), tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", BOMBS)

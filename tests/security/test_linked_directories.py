@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc import Campaign
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import LiveFiles
 from megaflow_hpc.slurm import efficiency
-from megaflow_hpc.trajectories import gather
-from tests.support.campaigns import Make, cli
-from tests.support.samples import commit, trajectory
+from tests.support.campaigns import Make, cli, gathered
 
 
 @pytest.fixture
 def run(make_campaign: Make, tmp_path: Path) -> RunDir:
-    found = Campaign.from_yaml(make_campaign()).plan(tmp_path / "run", launcher="local").dir
-    commit(found, "a", *((0, 0, trajectory(n)) for n in range(4)))
-    gather(found)
-    return found
+    return gathered(make_campaign(), tmp_path / "run")
 
 
 @pytest.fixture

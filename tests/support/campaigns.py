@@ -11,7 +11,11 @@ from pathlib import Path
 
 import h5py
 
+from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories import gather
+from tests.support.samples import commit, trajectory
 from tests.support.waiting import until
 
 Make = Callable[..., Path]
@@ -30,6 +34,14 @@ def run_local(campaign: Path, *arguments: str) -> tuple[dict, subprocess.Complet
     done = cli("run", campaign, "--launcher", "local", "--json", *arguments)
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done
+
+
+def gathered(campaign: Path, place: Path) -> RunDir:
+    """Plans a campaign at ``place`` without running it, and gathers four rollouts into its file."""
+    run = Campaign.from_yaml(campaign).plan(place, launcher="local").dir
+    commit(run, "a", *((0, 0, trajectory(n)) for n in range(4)))
+    gather(run)
+    return run
 
 
 def rows(run: str | Path) -> dict[str, tuple[str, float]]:

@@ -138,7 +138,7 @@ class Templates:
         if not self._supported:
             return None
         try:
-            await self._running()
+            template = await self._running()
         except (SandboxError, OSError) as error:
             self.refuse(access, error)
             return None
@@ -149,7 +149,7 @@ class Templates:
         binds = (f"{control}:{CONTROL_DIR}:ro", *spec.binds)
         limits = " ".join(f"{name}={number}" for name, number in bounds(spec).items())
         words = (spec.network, *mounted, capabilities, limits, " ".join(command), str(len(binds)), *binds, *environment)
-        return functools.partial(self._clone, words)
+        return functools.partial(self._clone, template, words)
 
     async def _running(self) -> Template:
         """Returns the running template; starts one first if necessary."""
@@ -161,8 +161,9 @@ class Templates:
         await asyncio.shield(kept.starting)
         return kept.template
 
-    async def _clone(self, words: Sequence[str], errors: int, on_started: Callable[[Identity], None]) -> Clone:
-        template = await self._running()
+    async def _clone(
+        self, template: Template, words: Sequence[str], errors: int, on_started: Callable[[Identity], None]
+    ) -> Clone:
         try:
             return await template.clone(words, errors, on_started)
         except SandboxError:
