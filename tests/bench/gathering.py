@@ -16,11 +16,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from megaflow_hpc.bench.transcripts import Transcripts
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from tests.bench.transcripts import Transcripts
 
 GATHER = """
 import json, resource, sys, time
