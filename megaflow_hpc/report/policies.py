@@ -34,8 +34,10 @@ class Phase(msgspec.Struct, kw_only=True):
 
 
 class Stage(msgspec.Struct, kw_only=True):
-    """One of the four stages from the planning of a campaign to the end of a policy's rollouts. The names are those of the
-    latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5)."""
+    """One of the four stages from the planning of a campaign to the end of a policy's rollouts.
+
+    The names are those of the latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5).
+    """
 
     policy: str
     stage: str

@@ -16,7 +16,7 @@ from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
 """Phases of a rollout. ``environment``: the sandbox and its files are prepared. ``model``: model calls, including the
-wait for an engine. ``agent``: the agent thinks and its commands run. ``evaluation``: the verifier. The rest is handover."""
+wait for an engine. ``agent``: the agent and its commands run. ``evaluation``: the verifier runs. The rest is handover."""
 ERROR_CHARS = 300
 
 

@@ -14,7 +14,7 @@ BINS = 240
 
 
 class Spread(msgspec.Struct, kw_only=True):
-    """The distribution of numbers; all fields are 0 if there are none."""
+    """The distribution of numbers; all fields are 0 without numbers."""
 
     n: int = 0
     mean: float = 0.0

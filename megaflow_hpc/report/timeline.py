@@ -75,7 +75,7 @@ def concurrency_of(rows: Rollouts, events: Events, total: int, grows: bool) -> C
     began, ended = float(rows.started_at.min()), float(rows.finished_at.max())
     edges = np.linspace(began, max(ended, began + 1e-3), BINS + 1)
     running = mean_level(rows.started_at, rows.finished_at, edges)
-    # Each rollout waits from the beginning until it starts. Rollouts that are not stored yet wait or run; it is unknown which.
+    # Each rollout waits from the beginning until it starts. Rollouts that are not stored yet may wait or run.
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
     spans = [span for pod in events.pods for span in pod.slot_spans]
     slots = _slots(spans, edges) if spans else None

@@ -33,7 +33,7 @@ MESSAGES = 400
 
 
 def chosen(rows: Rollouts) -> Iterator[int]:
-    """Yields every row once, the most interesting ones first: by turns a failure, the best, the worst, a truncated, the
+    """Yields every row once, the most interesting ones first: alternately a failure, the best, the worst, a truncated, the
     longest and the slowest rollout, then the rest in their order."""
     rewards = rows.reward
     known = ~np.isnan(rewards)
