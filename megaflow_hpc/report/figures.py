@@ -25,9 +25,9 @@ from megaflow_hpc.report.cost import Cost, Prices, cost_of
 from megaflow_hpc.report.pods import Events, read_events
 from megaflow_hpc.report.policies import (
     STATES,
+    LatencyStage,
     Phase,
     PolicyFigures,
-    Stage,
     TaskFigures,
     phases_of,
     policy_figures,
@@ -67,7 +67,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     rollouts_per_hour: float
     policies: list[PolicyFigures]
     phases: list[Phase]
-    stages: list[Stage]
+    stages: list[LatencyStage]
     """Empty if rollouts are added while the campaign runs, or if its planning time is unknown."""
     unphased: int
     """Rollouts that were carried out and have no recorded phases."""
@@ -85,7 +85,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     training: list[TrainingCurve] = []
 
 
-class Loaded:
+class LoadedRun:
     """A run with its figures and the open store behind them. A context manager.
 
     Args:
@@ -109,7 +109,7 @@ class Loaded:
             self.store.close()
             raise
 
-    def __enter__(self) -> Loaded:
+    def __enter__(self) -> LoadedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,8 +172,8 @@ class Loaded:
 
 
 def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices: Prices | None = None) -> RunFigures:
-    """Returns the figures of a run directory or a ``trajectories.h5``; see :class:`Loaded`."""
-    with Loaded(path, uses, prices) as loaded:
+    """Returns the figures of a run directory or a ``trajectories.h5``; see :class:`LoadedRun`."""
+    with LoadedRun(path, uses, prices) as loaded:
         return loaded.figures
 
 

@@ -15,7 +15,7 @@ from megaflow_hpc.report import prometheus
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.charts.pictures import pictures
 from megaflow_hpc.report.comparison import Difference
-from megaflow_hpc.report.figures import Loaded, RunFigures, to_builtins
+from megaflow_hpc.report.figures import LoadedRun, RunFigures, to_builtins
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.report.transcripts import Wanted
@@ -31,7 +31,7 @@ def default_folder(path: Path) -> Path:
 
 def write_report(
     folder: Path,
-    runs: Sequence[Loaded],
+    runs: Sequence[LoadedRun],
     differences: Sequence[Difference],
     wanted: Wanted = "some",
     with_pictures: bool = True,

@@ -20,7 +20,7 @@ import numpy as np
 
 from megaflow_hpc.report.charts.specs import Chart, theme
 from megaflow_hpc.report.comparison import Difference, labels_of
-from megaflow_hpc.report.figures import Loaded
+from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.transcripts import Wanted, chosen, transcripts
 from megaflow_hpc.texts import printable
@@ -35,7 +35,7 @@ TASKS, PODS = 1000, 200
 
 
 def page(
-    runs: Sequence[Loaded], charts: Sequence[Chart], differences: Sequence[Difference], wanted: Wanted = "some"
+    runs: Sequence[LoadedRun], charts: Sequence[Chart], differences: Sequence[Difference], wanted: Wanted = "some"
 ) -> str:
     """Returns the page about some runs.
 
@@ -137,7 +137,7 @@ def _known(value: float, digits: int) -> float | None:
 
 
 def _browser(
-    runs: Sequence[Loaded], labels: Sequence[str], wanted: Wanted
+    runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Any]], str]:
     """Returns the columns of the list of rollouts, the chunks of transcripts, and a sentence about those left out."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("policies", "statuses", "kinds", "nodes")}

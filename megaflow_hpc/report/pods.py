@@ -18,7 +18,7 @@ ALIVE = ("started", "draining")
 
 
 @dataclass
-class Pod:
+class PodHistory:
     """One start of one pod. Times are seconds UTC by its node's clock."""
 
     name: str
@@ -46,7 +46,7 @@ class Pod:
 class Events:
     """Contents of all event files of a run."""
 
-    pods: list[Pod] = field(default_factory=list)
+    pods: list[PodHistory] = field(default_factory=list)
     pod_of: dict[str, str] = field(default_factory=dict)
     """The pod that stored each rollout, by rollout id."""
     repeated: Counter[str] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ def read_events(run: RunDir) -> Events:
     """Reads every event file of a run. Unreadable files and lines are skipped."""
     found = Events()
     for name, events in EventReader(run.events).read():
-        pod = Pod(name)
+        pod = PodHistory(name)
         live: dict[int, tuple[float, int]] = {}
         for event in events:
             pod.started_at = pod.started_at or event.t
@@ -91,7 +91,7 @@ def read_events(run: RunDir) -> Events:
     return found
 
 
-def _mark_gone(run: RunDir, pods: Sequence[Pod]) -> None:
+def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone. A pod was killed if another pod found its lease expired, if its element has started
     again since, or if the campaign is over without its last event."""
     with suppress(OSError):
@@ -105,6 +105,6 @@ def _mark_gone(run: RunDir, pods: Sequence[Pod]) -> None:
                 pod.state = "gone"
 
 
-def _end(pod: Pod, began: tuple[float, int] | None, t: float) -> None:
+def _end(pod: PodHistory, began: tuple[float, int] | None, t: float) -> None:
     if began and began[1]:
         pod.slot_spans.append(((began[0], t), began[1]))

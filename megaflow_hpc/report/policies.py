@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.config.sections import EvaluationConfig
 from megaflow_hpc.monitor.evaluation import evaluate
-from megaflow_hpc.report.rollouts import PHASES, Rollouts
+from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
 from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, significant, spread
 
 KS = 64
@@ -33,7 +33,7 @@ class Phase(msgspec.Struct, kw_only=True):
     """Share of the seconds of all phases."""
 
 
-class Stage(msgspec.Struct, kw_only=True):
+class LatencyStage(msgspec.Struct, kw_only=True):
     """One of the four stages from the planning of a campaign to the end of a policy's rollouts.
 
     The names are those of the latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5).
@@ -97,7 +97,7 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     """Median duration."""
 
 
-def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> PolicyFigures:
+def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig) -> PolicyFigures:
     """Returns the figures of one policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
@@ -132,7 +132,7 @@ def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> P
     )
 
 
-def phases_of(rows: Rollouts) -> list[Phase]:
+def phases_of(rows: RolloutColumns) -> list[Phase]:
     """Returns the phases of every policy, over rollouts that were carried out and have recorded phases."""
     found = []
     for policy in rows.policy.names:
@@ -152,14 +152,14 @@ def phases_of(rows: Rollouts) -> list[Phase]:
     return found
 
 
-def stages_of(rows: Rollouts, planned_at: float, submitted_at: float) -> list[Stage]:
+def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> list[LatencyStage]:
     """Returns the four stages of every policy, over rollouts that were carried out and have a known setup time.
 
     Args:
         planned_at: planning time of the campaign, seconds UTC; 0 if unknown, which gives no stages.
         submitted_at: submission of its first job; 0 if unknown, and then all time before the start is scheduling.
     """
-    found: list[Stage] = []
+    found: list[LatencyStage] = []
     for policy in rows.policy.names if planned_at else ():
         own = rows.policy.where(policy) & rows.carried_out & ~np.isnan(rows.phases["environment"])
         if not own.any():
@@ -170,13 +170,15 @@ def stages_of(rows: Rollouts, planned_at: float, submitted_at: float) -> list[St
         parts = (submission, began - planned_at - submission, startup, rows.seconds[own] - startup)
         total = float(sum(values.sum() for values in parts)) or 1.0
         found += [
-            Stage(policy=policy, stage=name, seconds=spread(values), share=significant(float(values.sum()) / total))
+            LatencyStage(
+                policy=policy, stage=name, seconds=spread(values), share=significant(float(values.sum()) / total)
+            )
             for name, values in zip(STAGES, parts, strict=True)
         ]
     return found
 
 
-def tasks_of(rows: Rollouts, threshold: float) -> list[TaskFigures]:
+def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
     """Returns the figures of every task under every policy, in the order of their names."""
     if not len(rows):
         return []

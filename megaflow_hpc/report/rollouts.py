@@ -15,8 +15,8 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
-"""Phases of a rollout. ``environment``: the sandbox and its files are prepared. ``model``: model calls, including the
-wait for an engine. ``agent``: the agent and its commands run. ``evaluation``: the verifier runs. The rest is handover."""
+"""Phases of a rollout. ``environment``: the sandbox and files are prepared. ``model``: model calls, including the
+wait for an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The rest is handover."""
 ERROR_CHARS = 300
 
 
@@ -38,7 +38,7 @@ class Labels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RolloutColumns:
     """All rollouts of one campaign; every array has n entries."""
 
     ids: NDArray[Any]
@@ -81,7 +81,7 @@ class Rollouts:
         return self.status.where(*VERIFIED)
 
 
-def read_rollouts(store: TrajectoryStore) -> Rollouts:
+def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
     """Reads the columns of a store.
 
     Raises:
@@ -107,7 +107,7 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         "evaluation": np.nan_to_num(number("verify_s"), posinf=0.0, neginf=0.0),
     }
     errors = store.column("error")
-    return Rollouts(
+    return RolloutColumns(
         ids=store.column("id"),
         task=_labels(store, "task_id"),
         policy=_labels(store, "policy"),
@@ -131,7 +131,7 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
     )
 
 
-def worked(store: TrajectoryStore, rows: Rollouts) -> Iterator[tuple[str, Span]]:
+def worked(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
     """Yields the pod's job id and the span of each attempt at a rollout; attempts that count come twice."""
 
     def times(name: str) -> list[float]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.report.pods import Events
-from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.report.series import BINS, lanes, mean_level, peak_level, significant, thinned
 
 BARS = 2500
@@ -63,7 +63,7 @@ class Bar(msgspec.Struct, kw_only=True):
     outcome: str
 
 
-def concurrency_of(rows: Rollouts, events: Events, total: int, grows: bool) -> Concurrency:
+def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool) -> Concurrency:
     """Returns the concurrency over time.
 
     Args:
@@ -99,7 +99,7 @@ def _slots(spans: list[tuple[tuple[float, float], int]], edges: NDArray[np.float
     return mean_level(starts, ends, edges, np.array([slots for _, slots in spans], np.float64))
 
 
-def pods_of(rows: Rollouts, events: Events) -> list[PodFigures]:
+def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
     """Returns the pods in the order of their starts, or the nodes of the rollouts if there are no events."""
     if not len(rows) and not events.pods:
         return []
@@ -138,12 +138,12 @@ def pods_of(rows: Rollouts, events: Events) -> list[PodFigures]:
     return found
 
 
-def pod_of(rows: Rollouts, events: Events, row: int) -> str:
+def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
     """Returns the pod that carried out a row, or its node if events do not name the pod."""
     return events.pod_of.get(rows.ids[row]) or rows.node.of(row) or "unknown"
 
 
-def bars_of(rows: Rollouts, events: Events, threshold: float) -> list[Bar]:
+def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
     """Returns a timeline of at most :data:`PODS` pods: at most :data:`BARS` rollouts, evenly spaced in time, and the
     :data:`LONGEST` longest ones."""
     if not len(rows):
@@ -174,7 +174,7 @@ def bars_of(rows: Rollouts, events: Events, threshold: float) -> list[Bar]:
     return found
 
 
-def outcome_of(rows: Rollouts, row: int, threshold: float) -> str:
+def outcome_of(rows: RolloutColumns, row: int, threshold: float) -> str:
     """Returns ``passed`` or ``not passed`` for a rollout with a reward, otherwise its status."""
     reward = rows.reward[row]
     if reward != reward:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.trajectories.reading.conversations import heading
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
@@ -32,8 +32,8 @@ MESSAGES = 400
 """Messages of one transcript; longer ones keep the first and the last messages."""
 
 
-def chosen(rows: Rollouts) -> Iterator[int]:
-    """Yields every row once, the most interesting ones first: alternately a failure, the best, the worst, a truncated, the
+def chosen(rows: RolloutColumns) -> Iterator[int]:
+    """Yields every row once, the most interesting ones first: a failure, the best, the worst, a truncated, the
     longest and the slowest rollout, then the rest in their order."""
     rewards = rows.reward
     known = ~np.isnan(rewards)
@@ -57,7 +57,9 @@ Transcript = list[dict[str, str]]
 """Messages with ``role``, ``text``, and optionally ``thought`` and ``calls``."""
 
 
-def transcripts(store: TrajectoryStore, rows: Rollouts, wanted: Wanted, sharing: int = 1) -> dict[int, Transcript]:
+def transcripts(
+    store: TrajectoryStore, rows: RolloutColumns, wanted: Wanted, sharing: int = 1
+) -> dict[int, Transcript]:
     """Returns the transcripts of the chosen rows, by row number.
 
     Args:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.report.series import significant
 
 SLOWEST = 25
@@ -41,7 +41,7 @@ class Straggler(msgspec.Struct, kw_only=True):
     node: str
 
 
-def failures_of(rows: Rollouts) -> list[Failure]:
+def failures_of(rows: RolloutColumns) -> list[Failure]:
     """Returns rollouts with an error, grouped by kind and text without numbers, largest group first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row in np.flatnonzero(rows.error_kind.codes != _code(rows.error_kind.names, "")).tolist():
@@ -60,7 +60,7 @@ def failures_of(rows: Rollouts) -> list[Failure]:
     ]
 
 
-def stragglers_of(rows: Rollouts) -> list[Straggler]:
+def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
     """Returns the slowest rollouts that were carried out, slowest first, with the usual duration."""
     seconds, ran = rows.seconds, rows.carried_out
     slowest = [int(row) for row in np.argsort(-np.where(ran, seconds, -1.0), kind="stable")[:SLOWEST] if ran[row]]

@@ -36,7 +36,7 @@ from megaflow_hpc.trajectories.reading.joined_source import source_of
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.selection import select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source
-from megaflow_hpc.trajectories.reading.table import Table
+from megaflow_hpc.trajectories.reading.table import RowTable
 
 LOOK_UPS = 16
 """Number of ids looked up one by one before all are put into a dictionary."""
@@ -246,8 +246,8 @@ class TrajectoryStore:
         return np.array([self._row(key) for key in ids], np.int64)
 
     @cached_property
-    def _table(self) -> Table:
-        return Table(self._source)
+    def _table(self) -> RowTable:
+        return RowTable(self._source)
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):
