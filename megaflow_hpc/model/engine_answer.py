@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.model.json_pieces import TooMuch
+from megaflow_hpc.model.json_text import TooMuch
 from megaflow_hpc.texts import containers_at
 
 MAX_TEXT = 8 * 2**20
@@ -103,7 +103,7 @@ def check_size(reply: Mapping[str, Any], size: int) -> None:
         size: Bytes that the engine sent.
 
     Raises:
-        ValueError: It is; :class:`~megaflow_hpc.model.json_pieces.TooMuch` for its texts.
+        ValueError: It is; :class:`~megaflow_hpc.model.json_text.TooMuch` for its texts.
     """
     if containers_at(reply, DEPTH):
         raise ValueError(f"nested more than {DEPTH} deep")

@@ -24,7 +24,7 @@ import httptools
 CONNECT_S = 10.0
 IDLE_S = 20.0
 """Seconds after which an unused connection is not used again; servers close theirs later."""
-MAX_ANSWER = 64 * 2**20
+MAX_ANSWER = 32 * 2**20
 """Bytes of an answer's body."""
 SMALL_ANSWER = 2**20
 """Bytes of a body that are taken in without a place."""

@@ -8,12 +8,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from megaflow_hpc.model.api import CHAT, RENDER, WEIGHT_VERSION
-from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway.connection import Broken, Connections, Crowded, Place, TooLong
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.json_pieces import TooMuch
-from megaflow_hpc.model.json_text import ANSWER, LARGE, decoded, encoded, packed
+from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, packed
+from megaflow_hpc.model.offload import offload
 from megaflow_hpc.types import Sampling
 
 RETRIED = frozenset({401, 403, 408, 429})
@@ -86,7 +85,7 @@ async def post(
         Doubtful: The engine failed at the request, refuses it as not allowed, or answers more than can be taken in.
         Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
     """
-    request = await aside(size, encoded if size > LARGE else _whole, body)
+    request = [await offload(size, packed, body)]
     try:
         response = await connections.post(
             server.url + path,
@@ -112,7 +111,7 @@ async def post(
             raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
         raise Refused(status, bytes(raw[:_MAX_REFUSAL]))
     try:
-        found = await aside(len(raw), decoded, raw, ANSWER)
+        found = await offload(len(raw), decoded, raw, ANSWER)
     except TooMuch as error:
         said = f"{server.name}: the answer holds {error}"
         raise Doubtful(said, again=False, by_request=by_request) from error
@@ -142,10 +141,6 @@ def choices(body: Mapping[str, Any]) -> int:
 def multiplied(body: Mapping[str, Any]) -> bool:
     """Returns whether a request asks for several answers at once, or for tokens beside those that are sampled."""
     return choices(body) > 1 or bool(body.get("top_logprobs")) or (body.get("logprobs") or 0) > 1
-
-
-def _whole(body: Mapping[str, Any]) -> list[bytes]:
-    return [packed(body)]
 
 
 def retry_after_s(value: str) -> float:

@@ -32,7 +32,6 @@ from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.address import LOOPBACK
-from megaflow_hpc.model.aside import asker
 from megaflow_hpc.model.gateway.calls import Calls
 from megaflow_hpc.model.gateway.dialects import DIALECTS, dialect_of
 from megaflow_hpc.model.gateway.failover import Caller
@@ -262,7 +261,6 @@ class ModelGateway:
                 raise CallError(401, "no such rollout, or not its key", "authentication_error")
             if not self._server.admit(request, rollout.token):
                 raise CallError(429, f"this rollout has {CONNECTIONS} connections in use", TOO_MANY)
-            asker.set(rollout.token)
             return await self._dispatch(rollout, request, "/" + parts[3])
         except (CallError, RecursionError) as error:
             failure: Exception = error
@@ -282,7 +280,7 @@ class ModelGateway:
         completes, counts = endpoint in DIALECTS, endpoint == "/messages/count_tokens"
         if endpoint != path and request.method == "POST" and (completes or counts):
             size = body_size(request)
-            async with rollout.share.turn(size):
+            async with rollout.quota.turn(size):
                 body, size = await read_object(request, size)
                 if counts:
                     return await self._calls.count(rollout, body, size)
