@@ -13,11 +13,11 @@ from aiohttp import web
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
-from megaflow_hpc.model.gateway.connection import Place
 from megaflow_hpc.model.gateway.conversations import Asked
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
 from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
 from megaflow_hpc.model.gateway.engine_call import Refused, choices
+from megaflow_hpc.model.gateway.engine_client import Place
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,

@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from megaflow_hpc.model.http_server import BadBody, read_body
 from megaflow_hpc.model.json_text import decoded, effort, packed
 from megaflow_hpc.model.offload import offload
-from megaflow_hpc.model.request_body import BadBody, read_body
 
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"

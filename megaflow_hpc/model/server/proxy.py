@@ -30,10 +30,9 @@ from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.http_server import HttpServer
+from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
 from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, packed
 from megaflow_hpc.model.offload import offload
-from megaflow_hpc.model.request_body import BadBody, read_body
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
 
@@ -101,7 +100,7 @@ class Proxy:
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         """Listens, with TLS where there is a ``context``; sets ``port``."""
-        self._server = HttpServer(self._handle, LOG, of_one=sys.maxsize)
+        self._server = HttpServer(self._handle, LOG, max_per_owner=sys.maxsize)
         listener = socket.create_server((self.host, 0))
         self.port = listener.getsockname()[1]
         self._server.listen(listener, context)
@@ -243,6 +242,7 @@ class Proxy:
             return _refuse(415, "no compressed bodies")
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
         headers |= self._headers(engine)
+        body: bytes | bytearray
         try:
             body = await read_body(request, MAX_BODY if tenant is None else MAX_TENANT_BODY)
             if tenant is not None:

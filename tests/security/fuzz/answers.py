@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from megaflow_hpc.model import json_text, offload
-from megaflow_hpc.model.gateway import connection
+from megaflow_hpc.model.gateway import engine_client
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from tests.security.fuzz.servers import BODIES, KEY, ROOT, Site, exchange, request, statuses
@@ -29,7 +29,7 @@ _SMALL = (
     (json_text, "LARGE", 300),
     (json_text, "OFFLOAD_BYTES", 400),
     (offload, "OFFLOAD_BYTES", 400),
-    (connection, "SMALL_ANSWER", 500),
+    (engine_client, "SMALL_ANSWER", 500),
 )
 """So that answers of a kilobyte are dealt with as those of megabytes are."""
 
