@@ -96,7 +96,7 @@ def check(reply: dict[str, Any], chat: bool, most: int) -> None:
 
 
 def check_size(reply: Mapping[str, Any], size: int) -> None:
-    """Makes sure that what an agent is told is neither nested deeply nor of endless texts.
+    """Makes sure that an answer is not nested deeply and has no endless texts.
 
     Args:
         reply: The answer, without what the agent did not ask for.

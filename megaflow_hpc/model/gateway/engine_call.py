@@ -60,7 +60,7 @@ class Doubtful(Exception):
         self.again = again
         """Whether the same server may do better at the same request."""
         self.by_request = by_request
-        """Whether the request asked for such an answer. Then the service has not failed."""
+        """True if the request asked for such an answer. Then the service has not failed."""
 
 
 async def post(
@@ -176,7 +176,7 @@ class Call(NamedTuple):
 
     @property
     def chat(self) -> bool:
-        """Whether the call asks for a chat completion, not for a plain one."""
+        """True if the call asks for a chat completion, false for a plain one."""
         return self.path == CHAT
 
     @property
