@@ -194,9 +194,6 @@ class SchedulingConfig(Section):
     partial_total_gb: float | None = Field(200, ge=0)
     """Maximum size in GB (10^9 bytes) of all interrupted rollouts that are kept, shared out over the worker ranks.
     null: no limit. Default: 200."""
-    copies: bool = False
-    """Whether to start stragglers a second time when no other rollout is left; the first result counts, which favours
-    short rollouts. Default: false."""
 
 
 class EvaluationConfig(Section):
