@@ -201,17 +201,6 @@ class Bundle:
         init = self.container.init if self.container and self.container.alive else None
         return init is not None and any(not is_runner(pid) and not exiting(pid) for pid in descendants(init.pid))
 
-    def used(self, spec: SandboxSpec) -> str:
-        """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""
-        container = self.container
-        if container is None or not container.alive or container.init is None:
-            return "its container has ended"
-        if container.commands.count:
-            return "a command has run in it"
-        if self.busy:
-            return "a process runs in it"
-        return self.layer.holds(spec.binds, spec.workdir or "/")
-
 
 def _size(directory: str) -> int:
     """Bytes of a directory that only we have written, a file as a block at least."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,6 @@ class ApptainerSandbox(SandboxFiles):
         on_stop: Callable[[ApptainerSandbox], None] | None = None,
         watchdog: Watchdog | None = None,
         layer_in_memory: bool = False,
-        spare: Callable[[SandboxSpec], Awaitable[ApptainerSandbox | None]] | None = None,
         kit: Callable[[], Path] | None = None,
         templates: Templates | None = None,
     ) -> None:
@@ -68,9 +67,7 @@ class ApptainerSandbox(SandboxFiles):
         self._watch = Watch(spec, self._bundle.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
         """Returns what was used since the start, by all its containers; also once it has stopped."""
-        self._spare = spare
         self._kit = kit
-        self._leaving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         if watchdog is not None:
             watchdog.watch(self._watch)
@@ -171,53 +168,20 @@ class ApptainerSandbox(SandboxFiles):
         return await self._bundle.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
-        """Resets the sandbox to its image and spec: ends every process and empties the writable layer.
-
-        With mode ``persistent``, a warm container takes over, and the old one is removed in the background.
-        """
+        """Resets the sandbox to its image and spec: ends every process and empties the writable layer."""
         async with self._changing:
             self._check_not_stopped()
             self._at_rest = False
             self.spec, self.workdir = self._first_spec, self._first_spec.workdir or "/"
-            if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
-                self._become(spare)
-                return
             await self._bundle.drop(self._watch)
             await self._bundle.layer.empty()
             self._renew()
             await self._bundle.start(self.spec, self._watch)
 
-    def _become(self, spare: ApptainerSandbox) -> None:
-        """Takes over everything of a sandbox that nobody has used."""
-        spare._stopped = True
-        if spare._watchdog is not None:
-            spare._watchdog.unwatch(spare._watch)
-        self._watch.detach()
-        leaving = self._loop.create_task(_discard(self._bundle))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
-        self._bundle = spare._bundle
-        self._bundle.measured_by(self._watch, self.spec)
-        self._renew()
-        if self._bundle.container is not None and self._bundle.container.init is not None:
-            self._watch.attach(self._bundle.container.init)
-
     @property
     def busy(self) -> bool:
         """Whether a command is under way, or a process runs that one has left in the background."""
         return self._bundle.busy
-
-    async def settled(self) -> None:
-        """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
-        try:
-            container = await self._alive()
-            await asyncio.wait_for(container.commands.workers.settled.wait(), self._bundle.start_timeout_s)
-        except TimeoutError:
-            raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
-
-    def used(self) -> str:
-        """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""
-        return "it is stopped" if self._stopped else self._bundle.used(self.spec)
 
     async def stop(self) -> None:
         """Ends every process and removes the writable layer. Idempotent."""
@@ -227,8 +191,6 @@ class ApptainerSandbox(SandboxFiles):
         self._watch.detach()
         try:
             await self._bundle.remove()
-            if self._leaving:
-                await asyncio.gather(*self._leaving)
         finally:
             if self._watchdog is not None:
                 self._watchdog.unwatch(self._watch)
@@ -343,8 +305,3 @@ class ApptainerSandbox(SandboxFiles):
             return (await self._alive()).commands
 
         return ShellSession(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
-
-
-async def _discard(bundle: Bundle) -> None:
-    with suppress(OSError):  # what is left is the janitor's
-        await bundle.remove()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.types import Network, SandboxMode
+from megaflow_hpc.types import Network
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -32,7 +32,6 @@ class SandboxSpec:
     cpus: float | None = None
     disk_mb: int | None = None
     processes: int | None = 512
-    mode: SandboxMode = "ephemeral"
     cpu_s: float | None = None
     """Seconds of CPU time; what agent and verifier use is counted apart."""
     wall_s: float | None = None
@@ -49,8 +48,6 @@ class SandboxSpec:
         """Raises :class:`ConfigError` for what no container could be started with."""
         if self.network not in get_args(Network):
             raise ConfigError(f"network {self.network!r} of a sandbox: expected one of {', '.join(get_args(Network))}")
-        if self.mode not in get_args(SandboxMode):
-            raise ConfigError(f"mode {self.mode!r} of a sandbox: expected one of {', '.join(get_args(SandboxMode))}")
         if self.workdir is not None and not self.workdir.startswith("/"):
             raise ConfigError(f"workdir {self.workdir!r} of a sandbox: expected an absolute path")
         check_variables(self.env)

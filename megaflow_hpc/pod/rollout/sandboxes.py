@@ -91,7 +91,7 @@ async def recreated(
     spec = sandbox_spec(task, images, environment)
     if own_code or policy.agent.name in NAMES:
         spec = replace(spec, binds=_binds(policy))
-    spec = replace(spec, network=network, mode="ephemeral", cpu_s=None, wall_s=None)
+    spec = replace(spec, network=network, cpu_s=None, wall_s=None)
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)
         await begin(format_of(task).steps(task)[0], sandbox)

@@ -577,7 +577,6 @@ def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratc
         ({"network": "tor"}, "tor"),
         ({"workdir": "here"}, "absolute"),
         ({"env": {"A-B": "x"}}, "A-B"),
-        ({"mode": "x"}, "ephemeral"),
     ],
 )
 def test_a_wrong_spec_is_refused_with_its_value(in_any_sandbox: InSandbox, spec: dict[str, Any], said: str) -> None:

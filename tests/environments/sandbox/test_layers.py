@@ -168,18 +168,17 @@ def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
     assert within(add_image(store, rootfs, layers), scratch, use) == "gawk of a layer\ngrep of a layer\nb\n"
 
 
-def test_a_snapshot_and_a_sandbox_that_stands_by_have_the_layers(
+def test_a_snapshot_and_a_reset_sandbox_have_the_layers(
     rootfs: str, scratch: Path, store: ImageStore, tmp_path: Path
 ) -> None:
     image = add_image(store, rootfs, CHAIN, SETTINGS)
 
     async def main() -> None:
-        spec = SandboxSpec(image, mode="persistent")
+        spec = SandboxSpec(image)
         async with ApptainerProvider(scratch) as provider:
             async with await provider.start(spec) as first:
                 await first.exec("rm /app/one; echo mine > /app/mine")
                 kept = await first.snapshot(tmp_path / "kept")
-                assert await provider.standing_by(spec)
                 await first.reset()
                 assert (await first.exec(LOOK)).stdout == SEEN
             async with await provider.start(spec, kept) as second:

@@ -298,7 +298,6 @@ class Container:
         if answer := _ANSWER.fullmatch(line):
             worker, status, word = answer.groups()
             if word == b"up":
-                self.commands.workers.came_up()
                 return False
             return self.commands.answered(int(worker), None if word else int(status))
         if self._ready is None or self._ready.done():

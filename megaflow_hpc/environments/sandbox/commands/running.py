@@ -113,9 +113,6 @@ class Workers:
         self._spawn = spawn
         self._all: list[Worker] = []
         self._idle: deque[Worker] = deque()
-        self._up = 0
-        self.settled = asyncio.Event()
-        """The runner has all the processes it has when idle."""
 
     def prepare(self) -> None:
         """Makes the first workers; the runner takes them up as it starts."""
@@ -128,12 +125,6 @@ class Workers:
         self._all.append(worker)
         self._spawn(number)
         return worker
-
-    def came_up(self) -> None:
-        """Counts a worker that is there."""
-        self._up += 1
-        if self._up >= FIRST_WORKERS:
-            self.settled.set()
 
     def find(self, number: int) -> Worker | None:
         """Returns a worker by its number; ``None`` if there is none."""
