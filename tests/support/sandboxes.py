@@ -91,14 +91,7 @@ def in_sandbox(rootfs: str, scratch: Path) -> Callable[..., Any]:
     return runs(rootfs, scratch)
 
 
-@pytest.fixture(params=["program", "shell"])
-def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Commands are started by the program of runner.c, or by the shells of runner.sh."""
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_RUNNER", request.param)
-    return str(request.param)
-
-
 @pytest.fixture(params=["rootfs", "busybox_rootfs"], ids=["debian", "busybox"])
-def in_any_sandbox(request: pytest.FixtureRequest, runner: str, scratch: Path) -> Callable[..., Any]:
-    """See :func:`runs`; of the base image, and of one that is nothing but busybox; with either runner."""
+def in_any_sandbox(request: pytest.FixtureRequest, scratch: Path) -> Callable[..., Any]:
+    """See :func:`runs`; of the base image, and of one that is nothing but busybox."""
     return runs(request.getfixturevalue(request.param), scratch)

@@ -11,7 +11,7 @@ import time
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity, argv, descendants, environment, group, session
 
-_RUNNER = f"{CONTROL_DIR}/runner".encode()
+_RUNNER = [b"/bin/sh", f"{CONTROL_DIR}/runner.sh".encode()]
 
 
 def namespace_init(pid: int) -> int | None:
@@ -95,6 +95,5 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
 
 
 def is_runner(pid: int) -> bool:
-    """Whether a process of a sandbox says that it is the runner's: one of runner.sh's shells, or runner.c's."""
-    words = argv(pid)[:2]
-    return words in ([b"/bin/sh", _RUNNER + b".sh"], [_RUNNER, CONTROL_DIR.encode()])
+    """Whether a process of a sandbox says that it is one of the runner's shells."""
+    return argv(pid)[:2] == _RUNNER

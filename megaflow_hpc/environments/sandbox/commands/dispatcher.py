@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from megaflow_hpc.environments.sandbox.commands.program import LONGEST_RECORD, record
 from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers, make_fifo
 from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
@@ -24,7 +23,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Commands at once in one sandbox; more wait. Each worker is a process that stays, or two small shells."""
+"""Commands at once in one sandbox; more wait. Each worker is two small shells."""
 
 _SESSION = -1
 """The number of a worker that is a session's shell."""
@@ -62,7 +61,6 @@ class CommandDispatcher:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1, as the host sees it; set once it is known."""
-        self.by_program = False  # a program reads records; the shells in its place read lines
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -232,9 +230,6 @@ class CommandDispatcher:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
         if running.worker.number == _SESSION:
             text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
-        elif self.by_program:
-            data = record(running.number, command, cwd, env, stdin, running.pair.names)
-            return data if len(data) <= LONGEST_RECORD else self._file(running, "c", data).encode() + b"\0"
         else:
             text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
         line = one_line(text)
