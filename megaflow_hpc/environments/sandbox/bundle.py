@@ -22,7 +22,7 @@ from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.templates import Templates, way
+from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
@@ -131,9 +131,6 @@ class Bundle:
             self.container = container
             if templates is not None and lesson is not None:
                 templates.learn(self.access, lesson, container.init)
-                if way() == "clone":
-                    await self.drop(watch)
-                    return await self._start(spec, watch, templates)
             if container.init is not None:
                 watch.attach(container.init)
             container.commands.prepare()

@@ -30,7 +30,8 @@ from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.environments.sandbox.without import VARIABLE, is_without
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.types import ExecResult
 
@@ -55,21 +56,21 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns the way to use on this node and, where there is none, why.
-
-    ``MEGAFLOW_GATEWAY`` (nsenter, helper) decides by hand.
+    """Returns the way to use on this node or, if there is none, the reason.
 
     Args:
         no_namespaces: why there are no user namespaces; empty if there are.
     """
-    named = os.environ.get("MEGAFLOW_GATEWAY", "auto")
-    if named not in ("nsenter", "helper", "auto"):
-        raise ConfigError(f"MEGAFLOW_GATEWAY={named}: expected nsenter, helper or auto")
-    enters = "nsenter is not on PATH" if shutil.which("nsenter") is None else ""
-    if named == "nsenter" or (named == "auto" and not no_namespaces and not enters):
-        return ("", enters) if enters else ("nsenter", "")
-    if reason := helper_python.why_not():
-        return "", f"{enters or no_namespaces}; and {reason}" if enters or no_namespaces else reason
+    if is_without("nsenter"):
+        not_from_outside = f"{VARIABLE} names nsenter"
+    elif shutil.which("nsenter") is None:
+        not_from_outside = "nsenter is not on PATH"
+    else:
+        not_from_outside = no_namespaces
+    if not not_from_outside:
+        return "nsenter", ""
+    if not_from_inside := helper_python.why_not():
+        return "", f"{not_from_outside}; and {not_from_inside}"
     return "helper", ""
 
 

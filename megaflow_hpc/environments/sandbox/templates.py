@@ -29,7 +29,8 @@ from megaflow_hpc.environments.sandbox.commands.template import Clone, Template
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.environments.sandbox.without import is_without
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
@@ -90,7 +91,7 @@ class Templates:
         """Returns what is to be given to :meth:`learn` when Apptainer has started a container on an empty layer;
         ``None`` where there is nothing to learn. Others who ask for clones over the image wait for that."""
         key = _key(access)
-        if way() == "apptainer" or mounted is None or key in self.refused or key in self._environments:
+        if is_without("clones") or mounted is None or key in self.refused or key in self._environments:
             return None
         if not self._possible(access, spec):
             return None
@@ -129,7 +130,7 @@ class Templates:
             mounted: what Apptainer would start over (:meth:`.Access.command_line`).
         """
         lesson = self._environments.get(_key(access))
-        if way() == "apptainer" or mounted is None or lesson is None or _key(access) in self.refused:
+        if is_without("clones") or mounted is None or lesson is None or _key(access) in self.refused:
             return None
         if not self._possible(access, spec):
             return None
@@ -173,13 +174,11 @@ class Templates:
         return await (await self._running()).clone(words, errors, on_started)
 
     def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
-        """Notes that sandboxes over an image cannot be cloned here; raises ``error`` where they are to be, by hand.
+        """Notes that sandboxes over an image cannot be cloned here.
 
         Args:
-            layer: it may be by what an agent has left in its layer, which says nothing of the image.
+            layer: the cause may be what an agent has left in its layer, so the image is not refused.
         """
-        if way() == "clone":
-            raise error
         if not layer:
             self.refused[_key(access)] = str(error)
 
@@ -265,18 +264,6 @@ class Templates:
     async def close(self) -> None:
         """Ends the template. Idempotent."""
         await self._drop()
-
-
-def way() -> str:
-    """Returns how sandboxes start: ``auto``, or what ``MEGAFLOW_SANDBOX_START`` (apptainer, clone) decides by hand.
-
-    Raises:
-        ConfigError: it has another value.
-    """
-    named = os.environ.get("MEGAFLOW_SANDBOX_START", "auto")
-    if named not in ("auto", "apptainer", "clone"):
-        raise ConfigError(f"MEGAFLOW_SANDBOX_START={named}: expected apptainer, clone or auto")
-    return named
 
 
 @functools.cache

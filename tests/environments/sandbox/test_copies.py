@@ -36,7 +36,7 @@ InSandbox = Callable[..., Any]
 @pytest.fixture
 def copied(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> InSandbox:
     """Runs ``use(sandbox)`` in a sandbox that is a copy."""
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     return runs(busybox_rootfs, scratch)
 
 
@@ -163,7 +163,7 @@ def test_snapshots_pass_between_copies_and_overlays(
         said: list[str] = []
         kept: Snapshot | None = None
         for number, kind in enumerate(writes):
-            monkeypatch.setenv("MEGAFLOW_LAYER", kind)
+            monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if kind == "copy" else "")
             async with ApptainerProvider(scratch) as provider:
                 async with await provider.start(SandboxSpec(busybox_rootfs), kept) as sandbox:
                     if kept is None:

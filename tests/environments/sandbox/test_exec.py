@@ -498,7 +498,7 @@ def test_what_a_sandbox_at_rest_lacks_is_told_by_the_host(in_any_sandbox: InSand
 def test_what_a_copy_at_rest_lacks_is_told_alike(
     busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     lacking_at_rest(runs(busybox_rootfs, scratch), tmp_path)
 
 
@@ -507,7 +507,7 @@ def test_a_sandbox_at_rest_is_read_by_the_host_and_wakes_for_a_command(in_any_sa
 
 
 def test_a_copy_at_rest_is_read_alike(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     reading_at_rest(runs(busybox_rootfs, scratch))
 
 

@@ -26,6 +26,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
 from tests.support.layers import unpacked
 from tests.support.namespaces import restricted
+from tests.support.sandboxes import clone_at_once
 from tests.support.trees import nest
 from tests.support.waiting import until_async
 
@@ -36,7 +37,10 @@ CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.ar
 @pytest.fixture(autouse=True, params=["apptainer", "clone"])
 def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sandboxes are containers that Apptainer has started, or clones of one."""
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", request.param)
+    if request.param == "clone":
+        clone_at_once(monkeypatch)
+    else:
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
 
 
 def test_neither_home_nor_host_environment_is_inside(
