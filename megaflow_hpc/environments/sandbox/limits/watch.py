@@ -24,7 +24,12 @@ from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.limits import cgroups, usage
 from megaflow_hpc.environments.sandbox.limits.consumption import Consumption, MemoryPeak
 from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime
-from megaflow_hpc.environments.sandbox.limits.descriptors import MOST, MOST_EACH, Descriptors, Held
+from megaflow_hpc.environments.sandbox.limits.descriptors import (
+    MAX_DESCRIPTORS,
+    MAX_DESCRIPTORS_OF_PROCESS,
+    Descriptors,
+    Held,
+)
 from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free
 from megaflow_hpc.environments.sandbox.processes import kill_marked, limit_processes
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
@@ -129,7 +134,7 @@ class Watch:
                     size = spec.disk_mb * MB
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
                 soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-                most = min(MOST_EACH, hard)
+                most = min(MAX_DESCRIPTORS_OF_PROCESS, hard)
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, most), most))
                 if self.cpus:
                     os.sched_setaffinity(pid, self.cpus)
@@ -189,7 +194,7 @@ class Watch:
 
     def _node_loses(self, node: Node) -> bool:
         """Whether it lost memory, or descriptors, as fast as a hog takes them."""
-        if node.opened - self._opened > (MOST - self._descriptors.held.count) / 2:
+        if node.opened - self._opened > (MAX_DESCRIPTORS - self._descriptors.held.count) / 2:
             return True
         allowed = (self.spec.memory_mb or 0) * MB
         return bool(allowed and self._available - node.available > (allowed - self._memory) / 2)
@@ -211,14 +216,14 @@ class Watch:
         worked = used > 0.02 or len(seen.pids) > 8 or poked or early or not self.due
         urgent = self._node_loses(node)
         self._available, self._opened = node.available, node.opened
-        self._descriptors.look(init.pid, seen, (spec.memory_mb or 0) * MB, now, urgent)
+        self._descriptors.poll(init.pid, seen, now, urgent)
         self.due = now + (BUSY_S if worked else IDLE_S)
         if self.group is not None and self.group.new_ooms():  # the kernel was first
             most = float(spec.memory_mb or 0)
             self.on_breach(Breach("memory", most, most), None, False)
         breach = self._times(now) or self._processes(seen, now) or self._memory_over(init, seen)
-        if breach is None and (count := self._descriptors.held.count) > MOST:
-            breach = Breach("descriptors", count, MOST)
+        if breach is None and (count := self._descriptors.held.count) > MAX_DESCRIPTORS:
+            breach = Breach("descriptors", count, MAX_DESCRIPTORS)
         if breach is None and spec.disk_mb:
             breach = self._disk_over(init, seen, now, node.free)
         if breach is None:
@@ -264,9 +269,9 @@ class Watch:
         beside = held.buffers + (self._disk.bytes if self.layer_in_memory else 0)
 
         def exact() -> int:
-            return usage.memory_of(init.pid, seen.pids, held.files) + beside
+            return usage.memory_of(init.pid, seen.pids, held.memfds) + beside
 
-        self._memory = seen.resident + usage.memory_files(init.pid) + held.files + beside
+        self._memory = seen.resident + usage.memory_files(init.pid) + held.memfds + beside
         self._memory_peak.look(self._memory, exact)
         allowed = self.spec.memory_mb
         if not allowed or (self._memory <= allowed * MB and not usage.SWAP):
@@ -278,8 +283,8 @@ class Watch:
         assert self.spec.disk_mb is not None
 
         def deleted() -> int:
-            self._descriptors.look(init.pid, seen, (self.spec.memory_mb or 0) * MB, now, True)
-            return self._descriptors.held.disk
+            self._descriptors.poll(init.pid, seen, now, True)
+            return self._descriptors.held.deleted_files
 
         if self._disk.grows_over(
             self.spec.disk_mb * MB, self.directories, self.occupied, init.pid, seen.written, deleted, now, free
