@@ -109,28 +109,28 @@ def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
     return listener
 
 
-async def listen(container: Container, run: Exec, kit: Callable[[], Path] | None, port: int) -> socket.socket:
+async def listen(container: Container, run: Exec, interpreter: Callable[[], Path] | None, port: int) -> socket.socket:
     """Returns a listening socket on 127.0.0.1:``port`` as seen inside of a container.
 
     Args:
-        kit: makes the interpreter that a command of the sandbox brings along; ``None``: nobody inside has a part in it.
+        interpreter: prepares the interpreter of a helper inside; ``None`` binds the listener from outside.
     """
-    if kit is not None:
-        return await listen_by_helper(run, container.control, await asyncio.to_thread(kit), port)
+    if interpreter is not None:
+        return await listen_by_helper(run, container.control, await asyncio.to_thread(interpreter), port)
     if container.init is None:
         raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
     return await listen_inside(container.init.pid, port)
 
 
-async def listen_by_helper(run: Exec, control: str, kit: Path, port: int) -> socket.socket:
+async def listen_by_helper(run: Exec, control: str, interpreter: Path, port: int) -> socket.socket:
     """Returns a listening socket as :func:`listen_inside` does, by a command of the sandbox.
 
     Args:
         control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.
-        kit: the interpreter (:func:`.helper_python.kit`).
+        interpreter: the interpreter (:func:`.helper_python.prepare`).
     """
     name = "listen"
-    await asyncio.to_thread(helper_python.lay, kit, Path(control))
+    await asyncio.to_thread(helper_python.link_into, interpreter, Path(control))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -124,7 +124,7 @@ class ApptainerProvider:
             watchdog=self.watchdog,
             layer_in_memory=self._kind == "memory",
             templates=self._templates,
-            kit=self._kit if spec.network == "gateway" and self._listens_by_helper() else None,
+            interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
         return sandbox
@@ -135,12 +135,13 @@ class ApptainerProvider:
             self._gateway_by, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "there are none")
         return self._gateway_by == "helper"
 
-    def _kit(self) -> Path:
-        return helper_python.kit(self.scratch)
+    def _helper_python(self) -> Path:
+        return helper_python.prepare(self.scratch)
 
     async def terminal(self, sandbox: ApptainerSandbox, env: Mapping[str, str]) -> Terminal:
         """Starts a shell on a terminal of its own in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
-        return await open_terminal(sandbox.exec, await sandbox.control(), await asyncio.to_thread(self._kit), env)
+        interpreter = await asyncio.to_thread(self._helper_python)
+        return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
     def workplace(self) -> Path:
         """See :func:`workplace`."""

@@ -185,12 +185,12 @@ def test_snapshots_pass_between_copies_and_overlays(
 
 def test_a_reset_copies_the_image_afresh(copied: InSandbox) -> None:
     async def use(sandbox: ApptainerSandbox) -> ExecResult:
-        await sandbox.exec("touch /stain; echo bad > /etc/profile; rm /etc/group")
+        await sandbox.exec("touch /stain; echo bad > /etc/profile; rm /etc/passwd")
         await sandbox.reset()
-        return await sandbox.exec("ls /stain; grep -c bad /etc/profile; ls /etc/group")
+        return await sandbox.exec("ls /stain; grep -c bad /etc/profile; ls /etc/passwd")
 
     result = copied(use)
-    assert result.stdout == "0\n/etc/group\n"
+    assert result.stdout == "0\n/etc/passwd\n"
 
 
 @pytest.mark.slow

@@ -184,7 +184,6 @@ def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(root
     async def main() -> None:
         async with ApptainerProvider(scratch) as provider:
             async with await provider.start(SandboxSpec(rootfs)) as sandbox:
-                await sandbox.settled()
                 pid = sandbox.pid
                 assert pid is not None
                 running = asyncio.create_task(sandbox.exec("sleep 30"))

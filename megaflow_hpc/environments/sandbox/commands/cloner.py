@@ -9,7 +9,7 @@ its image or its layer holds is not trusted: names below its root are looked up 
 anything of it runs, and the template's own tree is let go before the first program starts.
 """
 
-import _signal  # type: ignore[import-not-found]  # ``signal`` takes modules that the kit has not
+import _signal  # type: ignore[import-not-found]  # ``signal`` takes modules that the interpreter has not
 import _socket
 import ctypes
 import fcntl

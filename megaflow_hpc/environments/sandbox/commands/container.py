@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -27,7 +28,6 @@ from importlib import resources
 
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
-from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
 from megaflow_hpc.environments.sandbox.commands.template import APPTAINER_ENVIRONMENT, Clone
 from megaflow_hpc.environments.sandbox.processes import namespace_init
@@ -35,6 +35,7 @@ from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.descriptors import inherited
 from megaflow_hpc.host.process import Identity
 
 _STDERR_KEPT = 16384
@@ -44,6 +45,9 @@ _LONGEST_ANSWER = 256
 MOST_STRAY = 1000
 """Stop a container after this many lines that answer no command. Every process of a sandbox can open the runner's
 output and write to it."""
+
+NO_WORKDIR = "no-workdir"
+"""What PID 1 says before "ready" if the sandbox's workdir cannot be made."""
 
 ENDED_FROM_WITHIN = b"gone"
 """PID 1's last word when a command has killed every process but it."""
@@ -332,3 +336,19 @@ def _terminal() -> tuple[int, int]:
         return os.pipe()
     tty.setraw(theirs)
     return ours, theirs
+
+
+def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
+    """Returns what PID 1 sources: exports, and making ``workdir``. ``settings`` are the image's lines, before
+    ``env``."""
+    lines = [settings.rstrip("\n"), "ulimit -c 0"]
+    if (descriptors := inherited()) is not None:
+        lines += [f"ulimit -Sn {descriptors}"]  # the runner's own need is no program's
+    if as_root:
+        # uid 0 is the only uid there is, so tar must not try to give files to others.
+        lines += ["export HOME=/root USER=root LOGNAME=root TAR_OPTIONS=--no-same-owner"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    if workdir:
+        quoted = shlex.quote(workdir)
+        lines += [f"[ -d {quoted} ] || mkdir -p {quoted} || echo {NO_WORKDIR}"]
+    return "\n".join(lines) + "\n"

@@ -13,8 +13,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers, make_fifo
-from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
+from megaflow_hpc.environments.sandbox.commands.command import (
+    FIRST_WORKERS,
+    MARKER,
+    RunningCommand,
+    Worker,
+    Workers,
+    command_text,
+    make_fifo,
+    one_line,
+    session_line,
+)
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import LostError, SandboxError

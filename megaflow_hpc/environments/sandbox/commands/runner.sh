@@ -2,7 +2,7 @@
 #
 # $1 is the control directory, which is read-only in here. Standard input names the workers to start, one number a line;
 # it ends when the owner is gone. Worker K keeps a child waiting on the FIFO wK. The child reads one line of shell, which
-# is one command (shell.py), and becomes it. The worker answers "K STATUS" and forks the next child, so the fork is over
+# is one command (command.py), and becomes it. The worker answers "K STATUS" and forks the next child, so the fork is over
 # before a command comes. Names begin with _mf_: a sandbox's own variables are in the same shell.
 #
 # A command needs a process group of its own. A shell with job control makes one without starting another program, but

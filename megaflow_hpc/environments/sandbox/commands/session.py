@@ -14,9 +14,8 @@ import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
+from megaflow_hpc.environments.sandbox.commands.command import RunningCommand, Worker, command_of
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.running import RunningCommand, Worker, command_of
-from megaflow_hpc.environments.sandbox.commands.shell import session_text
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
@@ -136,3 +135,12 @@ def _kill_below(init: int, number: int) -> None:
     for pid in descendants(init):
         if command_of(pid) == number and is_runner(parent(pid)):
             kill_each(list(descendants(pid)))
+
+
+def session_text(lines: str) -> str:
+    """Returns what a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
+    # What the line redirects holds for it alone; 8 and 9 are closed for what it runs.
+    return (
+        f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
+        'while IFS= read -r _mf_line <&8; do eval "$_mf_line"; echo "$?" >&9; done'
+    )

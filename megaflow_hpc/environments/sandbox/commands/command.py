@@ -1,19 +1,31 @@
-"""A command while it runs, and the workers of a container's runner, each of which runs one at a time."""
+"""One command of a sandbox: the shell text that starts it, its worker, and its result."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from megaflow_hpc.environments.sandbox.commands.shell import MARKER
 from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
+from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import environment
 from megaflow_hpc.types import ExecResult
+
+MARKER = "MEGAFLOW_COMMAND"
+"""Environment variable by which a command's processes are found when it runs out of time."""
+
+LONGEST_LINE = 2000
+"""Bytes of a command handed over through a FIFO, which takes 4096 in one piece."""
+
+_ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
+"""A path and plain words: ``/bin/sh -c`` would do nothing but start that program."""
 
 FIRST_WORKERS = 2
 """Started with the container: the next command finds a child waiting while the last worker forks its own."""
@@ -158,3 +170,41 @@ def command_of(pid: int) -> int | None:
         if entry.startswith(marker) and number.isdigit() and len(number) < 10:
             return int(number)
     return None
+
+
+def command_text(
+    number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
+) -> str:
+    """Returns the shell text of one command, for the child that waits for it and becomes it."""
+    words = one_program(command)
+    exports = ""
+    if env:
+        check_variables(env)
+        exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
+    return (
+        f"exec <{stdin} >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]}; cd {shlex.quote(cwd)} || exit 126; "
+        f"export {MARKER}={number}{exports}; exec $_mf_s {' '.join(map(shlex.quote, words))}"
+    )
+
+
+def one_program(command: str | Sequence[str]) -> list[str]:
+    """Returns the words of the one program that a command is: ``/bin/sh -c`` for a string that is more than words."""
+    if isinstance(command, str):
+        words = command.split(" ") if _ONE_PROGRAM.fullmatch(command) else ["/bin/sh", "-c", command]
+    else:
+        words = list(command)
+    if not words or any("\0" in word for word in words):
+        raise SandboxError(f"command {command!r}: expected at least one word and no zero byte")
+    return words
+
+
+def one_line(text: str) -> bytes | None:
+    """Returns the text as a line that ``read`` takes byte by byte; ``None`` if it had better be a file to source."""
+    if len(text) > LONGEST_LINE or not text.isascii():
+        return None
+    return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"
+
+
+def session_line(command: str, streams: tuple[str, str]) -> str:
+    """Returns the line of one command of a session."""
+    return f"eval {shlex.quote(command)} </dev/null >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]} 8<&- 9>&-"
