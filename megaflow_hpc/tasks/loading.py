@@ -18,12 +18,12 @@ def load_tasks(
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
 ) -> list[Task]:
-    """Every task of every source, in order of source and, within one, of id.
+    """Returns every task of every source, in order of source and, within one, of id.
 
     Args:
         sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are
             globs relative to ``base_dir``; include and exclude are shell patterns on ids.
-        dockerfiles: reads the tasks' Dockerfiles, for whoever resolves their images afterwards.
+        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved afterwards.
 
     Raises:
         Mistakes: sources without tasks, broken tasks, ids that two tasks have.

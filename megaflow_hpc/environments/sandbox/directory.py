@@ -91,7 +91,7 @@ class SandboxDirectory:
 
     @property
     def _is_new(self) -> bool:
-        """Whether no container has run on the layer and it holds no snapshot."""
+        """True if no container has run on the layer and it holds no snapshot."""
         return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
     async def _start(self, spec: SandboxSpec, watch: Watch, templates: Templates | None) -> Container:

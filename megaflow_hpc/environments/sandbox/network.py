@@ -56,7 +56,7 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns the way to use on this node or, if there is none, the reason.
+    """Returns the way to use on this node. If no way works, returns an empty string and the reason.
 
     Args:
         no_namespaces: why there are no user namespaces; empty if there are.

@@ -95,5 +95,5 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
 
 
 def is_runner(pid: int) -> bool:
-    """Whether a process of a sandbox says that it is one of the runner's shells."""
+    """Returns whether a process of a sandbox claims to be one of the runner's shells."""
     return argv(pid)[:2] == _RUNNER

@@ -180,7 +180,7 @@ class ApptainerSandbox(SandboxFiles):
 
     @property
     def busy(self) -> bool:
-        """Whether a command or a background process runs."""
+        """True if a command or a background process runs."""
         return self._dir.busy
 
     async def stop(self) -> None:

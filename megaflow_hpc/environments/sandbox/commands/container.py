@@ -47,7 +47,7 @@ MOST_STRAY = 1000
 output and write to it."""
 
 NO_WORKDIR = "no-workdir"
-"""What PID 1 says before "ready" if the sandbox's workdir cannot be made."""
+"""Line that PID 1 writes before "ready" if the sandbox's workdir cannot be made."""
 
 ENDED_FROM_WITHIN = b"gone"
 """PID 1's last word when a command has killed every process but it."""

@@ -139,7 +139,7 @@ def _kill_below(init: int, number: int) -> None:
 
 def session_text(lines: str) -> str:
     """Returns what a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
-    # What the line redirects holds for it alone; 8 and 9 are closed for what it runs.
+    # A line's redirections end with it. Descriptors 8 and 9 are closed for the programs that it runs.
     return (
         f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
         'while IFS= read -r _mf_line <&8; do eval "$_mf_line"; echo "$?" >&9; done'

@@ -195,7 +195,7 @@ def _opened(path: str) -> int:
 
 
 class Consumption(NamedTuple):
-    """What a sandbox has used so far, over all its containers. It is recorded with its rollout. MB are 10^6 bytes."""
+    """Use of a sandbox so far, over all its containers, for the record of its rollout. MB are 10^6 bytes."""
 
     cpu_s: float
     """CPU time of its processes, ended ones included."""

@@ -98,7 +98,7 @@ class Watch:
         """Directories that ``disk_mb`` bounds: the writable layer first, then others that the sandbox may write."""
         self.on_breach = on_breach
         self.layer_in_memory = layer_in_memory
-        """Whether scratch is memory, so that the layer counts as memory."""
+        """True if scratch is memory, so that the layer counts as memory."""
         self.occupied = 0
         """Bytes in them that the sandbox did not write: a copy of the image, files for its verifier."""
         self.init: Identity | None = None
