@@ -84,11 +84,6 @@ class CommandDispatcher:
         self.workers.prepare()
         self._pairs.prepare(FIRST_WORKERS)
 
-    @property
-    def count(self) -> int:
-        """Number of commands handed over so far."""
-        return self._number
-
     def answered(self, worker: int, status: int | None) -> bool:
         """Ends a worker's command with ``status``; ``None`` if the worker could not start it and has exited. Returns
         whether the worker had a command."""
