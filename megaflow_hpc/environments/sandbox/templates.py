@@ -35,7 +35,7 @@ from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
-_LONGEST_ENVIRONMENT = 32768
+_MAX_ENVIRONMENT_BYTES = 32768
 """Maximum bytes of an environment, so that a request fits into one message."""
 
 _KERNEL = (5, 9)
@@ -112,15 +112,15 @@ class Templates:
             if init is None:
                 raise OSError("the container did not start")
             with open(f"/proc/{init.pid}/environ", "rb") as file:
-                data = file.read(_LONGEST_ENVIRONMENT + 1)
+                data = file.read(_MAX_ENVIRONMENT_BYTES + 1)
             if not init.alive():
                 raise OSError("the container has ended")
         except OSError:
             self._environments.pop(_key(access), None)
             environment.set_result(None)
             return
-        if len(data) > _LONGEST_ENVIRONMENT:
-            self.refused[_key(access)] = f"its environment has more than {_LONGEST_ENVIRONMENT} bytes"
+        if len(data) > _MAX_ENVIRONMENT_BYTES:
+            self.refused[_key(access)] = f"its environment has more than {_MAX_ENVIRONMENT_BYTES} bytes"
             environment.set_result(None)
             return
         environment.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))

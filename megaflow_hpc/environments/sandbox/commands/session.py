@@ -20,7 +20,7 @@ from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
-_LONGEST_STATUS = 16
+_MAX_STATUS_BYTES = 16
 """Maximum length of a status line, because commands in the shell can write anything to that stream."""
 GRACE_S = 1.0
 """Seconds from the kill of what a command started to its end; later it is the shell that is busy, and it goes."""
@@ -100,10 +100,10 @@ class ShellSession:
 
     def _answered(self, data: bytes) -> None:
         *lines, partial = (self._partial_line + data).split(b"\n")
-        self._partial_line = partial[-_LONGEST_STATUS:]
+        self._partial_line = partial[-_MAX_STATUS_BYTES:]
         for line in lines:
             running = self._worker.command if self._worker else None
-            if running is not None and line.isdigit() and len(line) < _LONGEST_STATUS and self._commands is not None:
+            if running is not None and line.isdigit() and len(line) < _MAX_STATUS_BYTES and self._commands is not None:
                 self._commands.finish(running, int(line))
 
     async def _interrupt(self, running: RunningCommand) -> None:

@@ -24,7 +24,7 @@ APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
 _AT_ONCE = 32
 """Requests on their way; more wait, so that the socket never fills."""
 
-LONGEST = 65536
+MAX_REQUEST_BYTES = 65536
 """Bytes of a request, as ``cloner.py`` reads them."""
 
 END_S = 10.0
@@ -183,8 +183,8 @@ class Template:
                 self._number += 1
                 self._asked[self._number] = asked
                 message = os.fsencode("\0".join((str(self._number), *fields)))
-                if len(message) > LONGEST:
-                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {LONGEST}")
+                if len(message) > MAX_REQUEST_BYTES:
+                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
                 try:
                     pidfd = await asyncio.wait_for(
                         self._ask(message, [stdin, stdout, errors, go], asked), self._timeout_s
