@@ -66,7 +66,7 @@ class StreamPair:
             os.mkfifo(path, 0o600)
         self.descriptors: list[int] = []
         self.held = [True, True]
-        """Whether a process may still write, for each stream."""
+        """For each stream, True while a process may still write."""
         self._used = False
 
     def open(self) -> None:
