@@ -75,7 +75,7 @@ def test_a_command_that_kills_any_of_the_runners_processes_costs_commands_their_
     own = "grep -lsa '^/bin/sh./.megaflow/runner.sh' /proc/[0-9]*/cmdline | cut -d/ -f3 | grep -vx 1"
 
     async def use(sandbox: ApptainerSandbox) -> list[str]:
-        count, said = len((await sandbox.exec(own)).stdout.split()), []
+        count, said = len((await sandbox.exec(f"sleep 1; {own}")).stdout.split()), []
         for place in range(count):
             await sandbox.exec(f"set -- $({own}); shift {place}; kill -9 $1; sleep 0.2", timeout_s=1)
             for _ in range(2):  # the workers that wait

@@ -215,6 +215,8 @@ class Template:
                 break
             except BlockingIOError:  # the template has not read earlier requests
                 await asyncio.sleep(0.005)
+            except OSError:  # the template has ended, before its end was read
+                self._end()
         return await asked
 
     async def stop(self) -> None:
