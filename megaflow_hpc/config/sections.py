@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megaflow_hpc.types import Network, SandboxMode, Task
+from megaflow_hpc.types import Network, Task
 
 Verification = Literal["fresh", "shared", "as-left"]
 
@@ -71,8 +71,6 @@ class TaskSource(Section):
     """Shell patterns on task ids; matching tasks are left out, after ``include``."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, taken in order of their ids. Default: no limit."""
-    mode: SandboxMode | None = None
-    """Sandbox mode of these tasks, in place of what each task says. Default: the task's, else ``environment.mode``."""
 
 
 class AgentConfig(Section):
@@ -110,8 +108,6 @@ class SandboxLimits(Section):
 class EnvironmentConfig(Section):
     """The sandboxes."""
 
-    mode: SandboxMode = "ephemeral"
-    """``ephemeral``: each rollout gets a fresh sandbox; ``persistent``: a sandbox is reset between rollouts."""
     network: Network = "gateway"
     """Network access: ``none``, ``gateway`` (only the model is reachable) or ``host``."""
     images: dict[str, str] = {}
@@ -155,10 +151,6 @@ class EnvironmentConfig(Section):
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
-    def mode_of(self, task: Task) -> SandboxMode:
-        """Returns the sandbox mode that a task asks for, or else the campaign's."""
-        return task.mode or self.mode
-
 
 class SchedulingConfig(Section):
     """The order of rollouts, and where each runs."""
@@ -194,9 +186,6 @@ class SchedulingConfig(Section):
     partial_total_gb: float | None = Field(200, ge=0)
     """Maximum size in GB (10^9 bytes) of all interrupted rollouts that are kept, shared out over the worker ranks.
     null: no limit. Default: 200."""
-    copies: bool = False
-    """Whether to start stragglers a second time when no other rollout is left; the first result counts, which favours
-    short rollouts. Default: false."""
 
 
 class EvaluationConfig(Section):

@@ -138,11 +138,13 @@ _MODELS = (
     ),
 )
 _BY_HAND = (
-    Variable("LAYER", "how sandboxes write: overlay, copy or auto", "auto: overlay where there is one", "sandboxes"),
+    Variable(
+        "SANDBOX_WITHOUT",
+        "features that sandboxes do without, separated by commas: clones, overlay, nsenter",
+        "none: each is used where it works",
+        "sandboxes",
+    ),
     Variable("IMAGE_FORM", "how they see images: tree, mount, direct or auto", "auto: by what costs less", "sandboxes"),
-    Variable("GATEWAY", "how they reach the model: nsenter, helper or auto", "auto: the first that works", "sandboxes"),
-    Variable("SANDBOX_START", "how they start: apptainer, clone or auto", "auto: clone where it can be", "sandboxes"),
-    Variable("SANDBOX_RUNNER", "what starts commands in them: program, shell or auto", "auto: program", "sandboxes"),
     Variable("TEST_BASE_SIF", "image to measure with", "none; --image names one", "bench, tests"),
 )
 _CLONE = (

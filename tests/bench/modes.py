@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
             figures.append(_starts(image, form, scratch, arguments.starts))
         if arguments.copies:
             note(f"{arguments.copies} starts of copies")
-            with _set("MEGAFLOW_LAYER", "copy"):
+            with _set("MEGAFLOW_SANDBOX_WITHOUT", "overlay"):
                 figures.append(_starts(image, "tree", scratch, arguments.copies, ", copied: no overlay"))
         note(f"{arguments.sandboxes} sandboxes under the watchdog")
         figures += asyncio.run(_watchdog(image, scratch, arguments.sandboxes, arguments.watch_s))

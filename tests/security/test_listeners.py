@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.sandbox.commands.shell import environment_text
+from megaflow_hpc.environments.sandbox.commands.container import environment_text
 from megaflow_hpc.host import descriptors as limits
 from megaflow_hpc.model import http_server
 from megaflow_hpc.model.gateway.engine_client import EngineClient
@@ -298,7 +298,7 @@ def test_server_and_runner_raise_their_limit(servers: Servers, tmp_path: Path) -
 def test_programs_in_a_sandbox_start_with_the_limit_from_before() -> None:
     program = (
         "from megaflow_hpc.host.descriptors import raise_limit, limit\n"
-        "from megaflow_hpc.environments.sandbox.commands.shell import environment_text\n"
+        "from megaflow_hpc.environments.sandbox.commands.container import environment_text\n"
         "import subprocess\n"
         "raise_limit()\n"
         "text = environment_text({}, False) + 'ulimit -Sn; ulimit -Hn\\n'\n"

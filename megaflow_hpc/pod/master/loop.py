@@ -252,8 +252,6 @@ class Master:
             self._io.list_endpoints()
         if self._due("images", AHEAD_S):
             self._announce_images()
-        if not self._results.draining:
-            self._dispatch.copy_stragglers()
         self._work_stealing.tick(self._dispatch.nothing_free, self._results.draining)
         self._say_slow()
         self._dispatch.tick(TICK_S)

@@ -1,8 +1,8 @@
 """A whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
 
-Real are the scheduler, group rules, estimates and stragglers of every pod, the sizes of blocks
-(:func:`megaflow_hpc.ledger.blocks.deal`) and the rule by which a pod claims its next block. Durations and rewards are
-given, and a start costs ``dispatch_s`` of its pod's one thread. Alone in this folder the simulation knows the ledger.
+The scheduler, the group rules, the block sizes (:func:`megaflow_hpc.ledger.blocks.deal`) and the rule for claiming the
+next block are those of a real pod. Durations and rewards are given. A start costs ``dispatch_s`` of its pod's only
+thread. This is the only module of the package that imports the ledger.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megaflow_hpc.ledger.blocks import deal
-from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
 from megaflow_hpc.pod.scheduling.scheduler import Order, Scheduler
-from megaflow_hpc.pod.scheduling.stragglers import Stragglers
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.types import Rollout
 
 RANK_SLOTS = 32
 """Slots of a simulated worker rank."""
-COPY_LOOK_S = 30.0
-"""Virtual time between two looks for stragglers."""
 
 LEARNED = 0.5
 """Standard deviation of the logarithm of the error of estimates that were learned."""
@@ -46,7 +42,6 @@ class Shape:
         samples: rollouts of a group; they follow one another.
         rules: what groups are closed or parked by.
         rewards: of every rollout; empty: 0 for all.
-        copies_s: seconds of every rollout, should it be started a second time; empty: none is.
     """
 
     durations_s: Sequence[float]
@@ -58,7 +53,6 @@ class Shape:
     samples: int = 1
     rules: GroupRules = NO_RULES
     rewards: Sequence[float] = ()
-    copies_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -103,9 +97,6 @@ class _Pod:
             self.scheduler.workers.join(rank, min(RANK_SLOTS, slots - rank * RANK_SLOTS))
         self.groups = Groups(shape.rules)
         self.parked: dict[str, Work] = {}
-        self.estimates = Estimates()
-        self.stragglers = Stragglers(self.estimates)
-        self.looked = 0.0
         self.free_at = 0.0
 
     def add(self, block: list[Work]) -> None:
@@ -115,11 +106,8 @@ class _Pod:
             later = self.groups.admit(group, "p", [one.rollout.id for one in samples])
             self.scheduler.add(replace(one, later=one.rollout.id in later) if later else one for one in samples)
 
-    def ended(self, work: Work, now: float, started: float) -> None:
-        """Notes that a rollout has ended at ``now``, and does what follows from it for its group."""
-        if self.shape.copies_s:
-            self.estimates.observe(work.rollout.task_id, "p", now - started)
-            self.stop(work.rollout.id)
+    def ended(self, work: Work) -> None:
+        """Applies the rules of its group to a rollout that has ended."""
         if len(self.groups):
             reward = self.shape.rewards[_number(work)] if self.shape.rewards else 0.0
             step = self.groups.ended(work.rollout.group_id, work.rollout.id, reward)
@@ -133,17 +121,10 @@ class _Pod:
                     self.stop(rollout)
 
     def stop(self, rollout: str) -> None:
-        """Ends a rollout at every worker where it runs."""
-        for rank in self.scheduler.workers.running_at(rollout):
+        """Ends a rollout if it runs."""
+        rank = self.scheduler.workers.worker_of(rollout)
+        if rank is not None:
             self.scheduler.workers.finish(rank, rollout)
-
-    def copy_stragglers(self, now: float) -> Iterator[tuple[int, Work]]:
-        """Starts a copy of each straggler for which there is room, and yields its worker rank and its work."""
-        if self.scheduler.workers.free and not self.scheduler.queued and now - self.looked > COPY_LOOK_S:
-            self.looked = now
-            for rollout in self.stragglers.overdue(self.scheduler.workers.running_work(), now):
-                if (copy := self.scheduler.copy(rollout)) is not None:
-                    yield copy
 
 
 def _number(work: Work) -> int:
@@ -158,8 +139,8 @@ class _Simulation:
         share, rest = divmod(shape.slots, shape.pods)
         self._pods = [_Pod(shape, share + (n < rest)) for n in range(shape.pods)]
         self._blocks = _blocks(shape)
-        self._ends: list[tuple[float, int, int, int, float, Work]] = []
-        """When, number of the start, pod, worker rank, start and work of what runs: a heap."""
+        self._ends: list[tuple[float, int, int, int, Work]] = []
+        """Heap of running rollouts: end, number of the start, pod, worker rank, work."""
         self._starts = array("d")
         self._stops = array("d")
         self._last_start = 0.0
@@ -172,19 +153,19 @@ class _Simulation:
         for which in range(len(self._pods)):
             self._fill(which, now)
         while self._ends:
-            end, _, which, rank, started, work = heapq.heappop(self._ends)
+            end, _, which, rank, work = heapq.heappop(self._ends)
             pod = self._pods[which]
             if pod.scheduler.workers.finish(rank, work.rollout.id) is None:
-                continue  # it was called off
+                continue  # it was cancelled
             now = end
-            pod.ended(work, now, started)
+            pod.ended(work)
             ended += 1
             self._fill(which, now)
         return self._result(now, ended)
 
     def _fill(self, which: int, now: float) -> None:
         """Starts what a pod can start, claiming blocks as pods do."""
-        pod, shape = self._pods[which], self._shape
+        pod = self._pods[which]
         scheduler = pod.scheduler
         while not self._all_claimed and scheduler.queued - scheduler.later < scheduler.workers.free:
             block = next(self._blocks, None)
@@ -194,20 +175,15 @@ class _Simulation:
             self._claimed += 1
             pod.add(block)
         for rank, work in iter(scheduler.next, None):
-            started = self._start(which, rank, work, now, shape.durations_s)
+            started = self._start(which, rank, work, now)
             self._last_start = max(self._last_start, started)
-            if shape.copies_s:
-                pod.stragglers.started(work.rollout.id, started)
-        if shape.copies_s and self._all_claimed:
-            for rank, work in pod.copy_stragglers(now):
-                self._start(which, rank, work, now, shape.copies_s)
 
-    def _start(self, which: int, rank: int, work: Work, now: float, durations_s: Sequence[float]) -> float:
-        """Returns when the pod's one thread comes to it."""
+    def _start(self, which: int, rank: int, work: Work, now: float) -> float:
+        """Starts a rollout once the pod's only thread is free; returns that time."""
         pod = self._pods[which]
         pod.free_at = started = max(now, pod.free_at) + self._shape.dispatch_s
-        end = started + durations_s[_number(work)]
-        heapq.heappush(self._ends, (end, len(self._starts), which, rank, started, work))
+        end = started + self._shape.durations_s[_number(work)]
+        heapq.heappush(self._ends, (end, len(self._starts), which, rank, work))
         pod.groups.started(work.rollout.group_id, work.rollout.id)
         self._starts.append(started)
         self._stops.append(end)

@@ -78,9 +78,9 @@ class Workers:
         """Returns what runs on a worker, by rollout id."""
         return dict(self._workers[worker].running)
 
-    def running_at(self, rollout_id: str) -> list[int]:
-        """Returns the workers on which a rollout runs: none, one, or two."""
-        return [rank for rank, worker in self._workers.items() if rollout_id in worker.running]
+    def worker_of(self, rollout_id: str) -> int | None:
+        """Returns the worker that runs a rollout, or ``None`` if none does."""
+        return next((rank for rank, worker in self._workers.items() if rollout_id in worker.running), None)
 
     def running_work(self) -> list[Work]:
         """Returns every attempt that runs."""
@@ -156,15 +156,6 @@ class Workers:
             if able:
                 self._kept[-max(able)[1]] = lane
         return None
-
-    def place_beside(self, rank: int, demand: Demand) -> int | None:
-        """Returns the worker for a copy of what runs on ``rank``; ``None`` where no other has room."""
-        fits = [
-            (worker.free, -other)
-            for other, worker in self._workers.items()
-            if other != rank and worker.has_room(demand) and other not in self._kept
-        ]
-        return -max(fits)[1] if fits else None
 
     def start(self, work: Work, rank: int, lane: Lane | None = None) -> None:
         """Fills a slot of a worker.

@@ -263,24 +263,6 @@ def test_groups_without_signal_are_dropped_but_for_the_samples_tried_at_interval
     assert 30 * 4 <= done["solved"] < 240, "two of each group, and of the six behind them every third at least"
 
 
-def test_a_straggler_is_run_once_more_elsewhere_and_the_first_result_counts(tmp_path: Path) -> None:
-    played = play(tmp_path, ["stuck_0", *(f"ok_{n}" for n in range(60))], scheduling={"copies": True})
-    assert played.state == "done"
-    assert Counter(t["id"] for t in played.stored) == {**{f"ok_{n}/p/0": 1 for n in range(60)}, "stuck_0/p/0": 1}
-    (stuck,) = [t for t in played.stored if t["task_id"] == "stuck_0"]
-    assert (stuck["status"], stuck["attempt"]) == ("completed", 1)
-    assert [entry["id"] for entry in played.of("copy")] == ["stuck_0/p/0"]
-
-
-def test_a_straggler_whose_copy_has_won_is_not_copied_again_before_it_hears_that_it_is_cancelled(
-    tmp_path: Path,
-) -> None:
-    played = play(tmp_path, ["deaf_0", *(f"ok_{n}" for n in range(60))], scheduling={"copies": True})
-    assert played.state == "done"
-    assert len(played.stored) == len({t["id"] for t in played.stored}) == 61
-    assert [(entry["id"], entry["attempt"]) for entry in played.of("copy")] == [("deaf_0/p/0", 1)]
-
-
 def test_a_limit_of_the_whole_campaign_pauses_the_pod(tmp_path: Path) -> None:
     played = play(tmp_path, [f"ok_{n}" for n in range(20_000)], limits={"wall": 1e-6})
     assert played.state == "paused"

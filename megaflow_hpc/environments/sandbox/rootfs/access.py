@@ -37,6 +37,7 @@ from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.mounts import Mounted, mount
 from megaflow_hpc.environments.sandbox.scratch import Kind
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.environments.sandbox.without import is_without
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 
@@ -231,20 +232,15 @@ class ImageAccess:
 
     @property
     def writes(self) -> Writes:
-        """How sandboxes write: ``MEGAFLOW_LAYER`` (overlay, copy), else by overlay where one can be had."""
+        """How sandboxes write: by overlay if the node has one, else to a copy of the image."""
         if self._writes is None:
-            named = os.environ.get("MEGAFLOW_LAYER", "auto")
-            if named not in ("overlay", "copy", "auto"):
-                raise ConfigError(f"MEGAFLOW_LAYER={named}: expected overlay, copy or auto")
-            if named != "auto":
-                self._writes = named  # type: ignore[assignment]
-            elif self._kind == "network":
+            if is_without("overlay") or self._kind == "network":
                 self._writes = "copy"
             elif os.geteuid() != 0 and overlay.works(str(self._scratch)):
                 self._writes = "overlay"
             else:
                 self._writes = "copy" if self._site().overlay else "overlay"
-        return self._writes  # type: ignore[return-value]
+        return self._writes
 
     def form(self, image: str) -> Form:
         """The form for an image, decided once: ``MEGAFLOW_IMAGE_FORM`` (tree, mount, direct), else by cost.

@@ -1,4 +1,4 @@
-"""A sandbox's directory on scratch, and the containers that are started from it one after the other.
+"""A sandbox's directory on scratch, and its containers, one at a time.
 
 ::
 
@@ -16,13 +16,13 @@ import os
 
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.limits.disk import BLOCK
-from megaflow_hpc.environments.sandbox.limits.watch import Watch
+from megaflow_hpc.environments.sandbox.limits.watchdog import Watch
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import WritableLayer
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.templates import Templates, way
+from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import remove_tree
@@ -34,16 +34,16 @@ _FIRST = (*_RUNNER, "first")
 
 
 class NotCloned(SandboxError):
-    """A clone did not come up; Apptainer may start the container all the same."""
+    """A clone did not start; Apptainer may still start the container."""
 
 
-class Bundle:
-    """One directory, one image, at most one container at a time.
+class SandboxDirectory:
+    """The directory of one sandbox, with one image and at most one container.
 
     Args:
-        access: the hold on the image; given back by :meth:`remove`.
+        access: the hold on the image; :meth:`remove` releases it.
         start_timeout_s: a container that is not ready by then has failed.
-        templates: what containers may be cloned of.
+        templates: clones containers; ``None`` leaves every start to Apptainer.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Bundle:
         self._templates = templates
         self._containers = 0
         self._laid_out: dict[str, int] = {}
-        """Directory of our own bound into the sandbox → bytes that we laid out there before."""
+        """Directory of the host bound into the sandbox → bytes that the host wrote there before the start."""
 
     def make(self) -> None:
-        """Makes the directory; raises :class:`SandboxError` if scratch does not take it."""
+        """Makes the directory; raises :class:`SandboxError` if scratch refuses it."""
         try:
             for name in ("", "tmp", "layer"):
                 os.mkdir(os.path.join(self.directory, name), 0o700)
@@ -76,7 +76,7 @@ class Bundle:
             ) from error
 
     async def start(self, spec: SandboxSpec, watch: Watch) -> Container:
-        """Starts a container on the layer as it is, by Apptainer where it cannot be cloned.
+        """Starts a container on the layer as it is. Apptainer starts it if it cannot be cloned.
 
         Raises:
             SandboxError: with Apptainer's last line if it does not come up.
@@ -91,7 +91,7 @@ class Bundle:
 
     @property
     def _is_new(self) -> bool:
-        """Whether no container has been started on the layer, and no snapshot was laid into it."""
+        """True if no container has run on the layer and it holds no snapshot."""
         return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
     async def _start(self, spec: SandboxSpec, watch: Watch, templates: Templates | None) -> Container:
@@ -104,7 +104,7 @@ class Bundle:
             watch.adopt(identity)
 
         container = Container(control, on_started=started)
-        cloned = lesson = None
+        cloned = environment = None
         try:
             await self.layer.ready()
             if new := [own for own in self._own_binds(spec) if own not in self._laid_out]:
@@ -121,19 +121,17 @@ class Bundle:
                 command=_RUNNER,
             )
             if templates is not None:
-                lesson = templates.lesson(self.access, spec, line.mounted) if pristine else None
-                if lesson is None:
+                if pristine:
+                    environment = templates.expect_environment(self.access, spec, line.mounted)
+                if environment is None:
                     cloned = await templates.find(self.access, spec, line.mounted, control, _FIRST)
             temporary = os.path.join(self.directory, "tmp")
             await container.start(
                 line.argv, temporary=temporary, timeout_s=self.start_timeout_s, prefix=line.prefix, cloned=cloned
             )
             self.container = container
-            if templates is not None and lesson is not None:
-                templates.learn(self.access, lesson, container.init)
-                if way() == "clone":
-                    await self.drop(watch)
-                    return await self._start(spec, watch, templates)
+            if templates is not None and environment is not None:
+                templates.read_environment(self.access, environment, container.init)
             if container.init is not None:
                 watch.attach(container.init)
             container.commands.prepare()
@@ -146,17 +144,17 @@ class Bundle:
                 "is not full, and that this process may open more files (ulimit -n)"
             ) from error
         finally:
-            if templates is not None and lesson is not None and not lesson.done():
-                templates.learn(self.access, lesson, None)
+            if templates is not None and environment is not None and not environment.done():
+                templates.read_environment(self.access, environment, None)
         return container
 
     def _own_binds(self, spec: SandboxSpec) -> list[str]:
-        """Directories of this bundle that a sandbox may write beside its layer (a verifier's logs)."""
+        """Returns directories in this one that the sandbox may write, besides its layer (a verifier's logs)."""
         parts = [bind.split(":") for bind in spec.binds]
         return [part[0] for part in parts if part[0].startswith(f"{self.directory}/") and part[2:] != ["ro"]]
 
     def measured_by(self, watch: Watch, spec: SandboxSpec) -> None:
-        """Tells the watch which directories ``disk_mb`` bounds, and what of them is not the sandbox's work."""
+        """Tells the watch which directories ``disk_mb`` bounds, and how many bytes the sandbox did not write."""
         own = self._own_binds(spec)
         watch.directories = [self.layer.path, *own]
         watch.occupied = self.layer.occupied + sum(self._laid_out.get(directory, 0) for directory in own)
@@ -201,20 +199,9 @@ class Bundle:
         init = self.container.init if self.container and self.container.alive else None
         return init is not None and any(not is_runner(pid) and not exiting(pid) for pid in descendants(init.pid))
 
-    def used(self, spec: SandboxSpec) -> str:
-        """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""
-        container = self.container
-        if container is None or not container.alive or container.init is None:
-            return "its container has ended"
-        if container.commands.count:
-            return "a command has run in it"
-        if self.busy:
-            return "a process runs in it"
-        return self.layer.holds(spec.binds, spec.workdir or "/")
-
 
 def _size(directory: str) -> int:
-    """Bytes of a directory that only we have written, a file as a block at least."""
+    """Returns the bytes of a directory that only the host has written; a file counts as one block at least."""
     total = 0
     for home, directories, files in os.walk(directory):
         total += sum(max(BLOCK, os.lstat(os.path.join(home, name)).st_blocks * 512) for name in (*directories, *files))
