@@ -72,8 +72,6 @@ class Task:
     mode: SandboxMode | None = None
     """``None`` leaves it to the campaign."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    unbuilt: str = ""
-    """Why an image of it could not be built, where jobs built the images: its rollouts fail with this."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON and msgpack take them; :meth:`from_dict` is the inverse."""

@@ -36,7 +36,7 @@ DOORS: dict[str, str] = {
     "ledger": "rundir",
     # Sandboxes and images know no task, no agent, no model, no run directory.
     "environments": "environments/sandbox",
-    "environments/builds": "environments/images environments/images/cache environments/images/dockerfile "
+    "environments/builds": "environments/images environments/images/dockerfile "
     "environments/images/layers "
     "environments/sandbox "
     "environments/sandbox/rootfs",
@@ -89,8 +89,8 @@ DOORS: dict[str, str] = {
     "monitor": "config ledger rundir rundir/pods",
     "campaign/planning": "slurm config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
     "environments/sandbox model/engines pod/scheduling trajectories/reading",
-    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks environments/builds "
-    "environments/images model/engines model/server trajectories trajectories/journal trajectories/reading",
+    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks model/engines model/server "
+    "trajectories trajectories/journal trajectories/reading",
     "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
@@ -99,7 +99,7 @@ DOORS: dict[str, str] = {
     "tasks trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
-    "cli/making": "cli campaign config tasks tasks/harbor tasks/releases tasks/swebench agents "
+    "cli/making": "cli config tasks tasks/harbor tasks/releases tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
     "bench": "__init__ bench/programs environments environments/sandbox pod/scheduling rundir trajectories "
     "trajectories/hdf5",

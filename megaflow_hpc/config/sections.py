@@ -124,9 +124,6 @@ class EnvironmentConfig(Section):
     air_gapped: bool = False
     """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
     false."""
-    build: Literal["here", "slurm"] = "here"
-    """Where images are built that are not in the store: ``here``, where the campaign is planned; or by ``slurm`` jobs
-    (``slurm.builds``), for which planning waits. Default: here."""
     build_network: Literal["none", "host"] | None = None
     """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
     the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""

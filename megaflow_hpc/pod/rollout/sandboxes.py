@@ -21,18 +21,8 @@ from megaflow_hpc.types import Network, Task
 
 
 def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the sandbox of a rollout, with what its agent brings along.
-
-    Raises:
-        ConfigError: the task's image was not built.
-    """
-    _require_built(task)
+    """Returns the sandbox of a rollout, with what its agent brings along."""
     return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
-
-
-def _require_built(task: Task) -> None:
-    if task.unbuilt:  # no node's fault, and no further attempt has one
-        raise ConfigError(f"its image was not built: {task.unbuilt}")
 
 
 def _binds(policy: Policy) -> tuple[str, ...]:
@@ -79,7 +69,7 @@ async def recreated(
             sandbox, as in a campaign. A run directory may be a stranger's, and names what it likes.
 
     Raises:
-        ConfigError: the task's image was not built, or only its own code can prepare its sandbox.
+        ConfigError: only the task's own code can prepare its sandbox.
         SandboxError: no sandbox comes up, or it cannot be prepared.
     """
     if task.kind == "python" and not own_code:
@@ -87,7 +77,6 @@ async def recreated(
             f"task {task.id}: the Python class {task.path} prepares its sandbox, and runs here, outside of any; where "
             "you trust this run directory, say so with --own-code"
         )
-    _require_built(task)
     spec = sandbox_spec(task, images, environment)
     if own_code or policy.agent.name in NAMES:
         spec = replace(spec, binds=_binds(policy))
