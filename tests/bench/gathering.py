@@ -17,13 +17,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megaflow_hpc.bench.transcripts import Transcripts
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.journal.shard_maker import make_shard
 from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from tests.bench.transcripts import Transcripts
 
 GATHER = """
 import json, resource, sys, time

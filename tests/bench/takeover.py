@@ -17,8 +17,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megaflow_hpc.bench.figures import Figure
-from megaflow_hpc.bench.transcripts import Transcripts
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.rundir.events import EventWriter
@@ -27,6 +25,8 @@ from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
+from tests.bench.figures import Figure
+from tests.bench.transcripts import Transcripts
 from tests.support.ledgers import AnyTasks
 
 GROUP = 16
