@@ -13,7 +13,7 @@ from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
-from megaflow_hpc.campaign.planning.foresight import foresee
+from megaflow_hpc.campaign.planning.preflight import warnings
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config.campaign import Loaded
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
@@ -96,7 +96,7 @@ class Campaign:
             for key, job in demand.each_job(draft.config, RunDir("/RUN"), groups)
             if job.role == "pods"
         }
-        self.notices += foresee(draft, self.where, walltimes_s)
+        self.notices += warnings(draft, self.where, walltimes_s)
 
     def site_mistakes(self, draft: Draft, watch: Watch) -> list[str]:
         """Returns what this site lacks or refuses of a draft, mistakes or not."""
@@ -173,7 +173,6 @@ class Campaign:
             jobs = demand.preview(draft.config, run, group_servers(draft.servers))
             site_lines = demand.foretell(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
-        watch.step(f"simulating {len(draft.rollouts)} rollouts")
         return jobs, estimate(draft, run.path, jobs, durations, site_lines, 0 if slurm else ranks, earlier)
 
 

@@ -435,7 +435,8 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     assert files(campaign) == before
 
     text = megaflow("submit", campaign, "--dry-run").stderr
-    assert "time-outs of agent and tests allow, the most it can; --like RUN or --rollout-seconds N tell better" in text
+    assert "as the time-outs of agent and tests allow" in text
+    assert "40 rollouts of 2 tasks in 16 blocks\n2 pods with 8 slots at once" in text
     assert "warning" not in text
     assert "core-hours: " in text
     done = megaflow(

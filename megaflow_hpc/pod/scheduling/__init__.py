@@ -1,5 +1,4 @@
 """What starts where and when, and what follows from how it ends: queue, slots, causes of failure, groups, estimates and
 stragglers. Pure: work and events come in, decisions go out; no clock, no files, no messages. Rank 0
-(:mod:`megaflow_hpc.pod.master`) calls it, and so does the simulation of a whole campaign in virtual time, which alone
-here knows the ledger. Causes of failure are also named by whoever reports one.
+(:mod:`megaflow_hpc.pod.master`) calls it. Causes of failure are also named by whoever reports one.
 """

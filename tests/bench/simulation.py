@@ -1,8 +1,8 @@
-"""A whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
+"""Simulates a whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
 
 Real are the scheduler, group rules, estimates and stragglers of every pod, the sizes of blocks
 (:func:`megaflow_hpc.ledger.blocks.deal`) and the rule by which a pod claims its next block. Durations and rewards are
-given, and a start costs ``dispatch_s`` of its pod's one thread. Alone in this folder the simulation knows the ledger.
+given, and a start costs ``dispatch_s`` of its pod's one thread.
 """
 
 from __future__ import annotations
