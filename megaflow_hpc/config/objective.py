@@ -62,8 +62,6 @@ class LossConfig(Section):
     clip: tuple[float, float] | None = None
     """How far below and above 1 ratios count: ``[below, above]``, or one number for both. Default: the paper's of each
     kind; 0.2 and 0.28 for ``dapo``."""
-    second_moment: float = Field(0.04, gt=0)
-    """``m2po`` only: bound of the mean squared logarithm of the ratios. Default: 0.04."""
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy that is added to what is maximised. Default: 0."""
     epochs: int = Field(1, ge=1)
@@ -88,7 +86,7 @@ class LossConfig(Section):
         if self.clip and not all(side > 0 for side in self.clip):
             raise ValueError(f"clip {list(self.clip)}: how far below and above 1, both positive, such as [0.2, 0.28]")
         if self.kind in ("m2po", "rloo") and self.clip:
-            why = "bounds ratios by second_moment" if self.kind == "m2po" else "takes no ratio"
+            why = "bounds the second moment of ratios" if self.kind == "m2po" else "takes no ratio"
             raise ValueError(f"clip: {self.kind} {why}; leave clip out")
         return self
 

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.sections import Section
 
+TRAINER_REQUEUES = 20
+"""Requeues of a trainer in a row that committed no step, before it is given up."""
 CPUS_PER_RANK = 2
 """CPUs of each MPI rank of a pod where the campaign file does not say."""
 LEAST_GB = 0.001
@@ -149,14 +151,9 @@ class TrainerConfig(Section):
     """Memory on each node in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
-    requeues: int = Field(20, ge=0)
-    """Maximum number of requeues in a row that committed no step. Default: 20."""
     share: Literal["none", "sleep"] = "none"
     """GPUs of trainer and engines: ``none``: each has its own; ``sleep``: they share one allocation, and engines sleep
     while the trainer steps. Default: ``none``."""
-    sleep_level: Literal[1, 2] = 1
-    """``sleep`` only: 1 keeps the engine's weights in the node's memory meanwhile, 2 reads them from their files anew.
-    Default: 1."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 

@@ -117,12 +117,6 @@ _MODELS = (
         "the trainer's job, doctor",
     ),
     Variable("TRAINER_PROCESSES", "processes of a trainer on one node", "one for each GPU", "the trainer's job"),
-    Variable(
-        "TRAINER_REQUEUES",
-        "starts in a row of a trainer that committed nothing before it is given up",
-        "slurm.trainer.requeues of the campaign",
-        "the trainer's job",
-    ),
     Variable("TLS", "0: engine servers speak HTTP without TLS", "1", "engine servers"),
     Variable(
         "AGENTS",
@@ -186,6 +180,7 @@ INTERNAL: Mapping[str, str] = {
     "ELASTIC": "env.sh → batch script: engine servers come and go",
     "SERVER": "batch script → rank: the engine server that it runs",
     "TRAINER_SHARE": "env.sh → batch script: whether the trainer's job holds the engine server too",
+    "TRAINER_REQUEUES": "env.sh → batch script: starts in a row without a commit, after which a trainer is given up",
     "TRAINER_STORE": "batch script → processes of a trainer: where they meet",
     "ASK_PODS": "batch script, local campaign → trainer: what prints how many pods run or are queued",
     "COMMAND": "sandbox → its processes: the command that they belong to",

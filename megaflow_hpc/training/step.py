@@ -23,6 +23,9 @@ from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
+KEPT_VERSIONS = 3
+"""Versions of the weights that trainers keep: engines may serve one while they load the next."""
+
 
 class Flow(Protocol):
     """The part of a dataflow that its steps use."""

@@ -51,7 +51,6 @@ def compare(seed: int) -> dict[str, float]:
 
     spare = replace(_campaign(seed, SAMPLES + 2), copies_s=(), rules=GroupRules(wanted={"p": SAMPLES}))
     dropped = replace(plain, rules=GroupRules(signal_after=4))
-    retried = replace(plain, rules=GroupRules(signal_after=4, retry_every=2))
     known = replace(plain, order="longest", expected_s=plain.durations_s)
     learned = replace(plain, order="longest", expected_s=estimated(plain.durations_s, LEARNED, seed))
     return {
@@ -60,7 +59,6 @@ def compare(seed: int) -> dict[str, float]:
         "order: fair": over(simulate(replace(plain, order="fair"))),
         "spare: 2": over(simulate(spare)),
         "signal_after: 4": over(simulate(dropped)),
-        "signal_after: 4, retry_every: 2": over(simulate(retried)),
         "copies: true": over(simulate(shape)),
     }
 

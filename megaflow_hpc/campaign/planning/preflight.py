@@ -32,7 +32,7 @@ def _idle_pods(draft: Draft, where: Where) -> list[str]:
     if blocks >= pods:
         return []
     groups = len({rollout.group_id for rollout in draft.rollouts})
-    why = "which stay whole (scheduling: spare, signal_after or groups: together)" if whole_groups(config) else ""
+    why = "which stay whole (scheduling: spare or signal_after)" if whole_groups(config) else ""
     of = f"{len(draft.rollouts)} rollouts in {groups} groups, {why}" if why else f"{len(draft.rollouts)} rollouts"
     idle = pods - blocks
     return [
