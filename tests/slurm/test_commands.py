@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
-from megaflow_hpc.campaign import demand
+from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.cli import doctor
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -459,7 +459,7 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
     }
     assert len(asked.read_text().splitlines()) == 2, "all associations at once, and all QOS"
     one = campaign.model_copy(update={"slurm": campaign.slurm.model_copy(update={"together": True})})
-    assert demand.together(one, run, groups).options["time"] == "2880", "that of its engines"
+    assert job_requests.together(one, run, groups).options["time"] == "2880", "that of its engines"
     prints("sacctmgr", status=1, said="sacctmgr: error: Connection refused\n")
     site._sacctmgr.cache_clear()
     assert times(campaign)["pods"] == [None, "5", None, None, None, None, None], "nobody says what is allowed"

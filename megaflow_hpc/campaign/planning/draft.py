@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.campaign.planning.agents import check_agents
+from megaflow_hpc.campaign.planning.gpu_sharing import check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
-from megaflow_hpc.campaign.planning.sharing import check_sharing, sleeping
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps

@@ -82,7 +82,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _by_hand(run: Any) -> list[str]:
     """The commands that submit a planned run without this one."""
-    from megaflow_hpc.campaign.demand import by_hand
+    from megaflow_hpc.campaign.job_requests import by_hand
 
     return by_hand(run.config, run.dir, run.record.server_groups)
 

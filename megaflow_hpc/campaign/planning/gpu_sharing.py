@@ -1,4 +1,4 @@
-"""What has to hold for a trainer and an engine that use the same GPUs in turn (``slurm.trainer.share: sleep``)."""
+"""Checks campaigns in which a trainer and an engine use the same GPUs in turn (``slurm.trainer.share: sleep``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import Mistakes
 
 SLEEPING = ("vllm", "scripted")
-"""Engines that can be sent to sleep."""
+"""Engines that can sleep."""
 
 
 def sleeping(config: CampaignConfig) -> dict[str, int]:
