@@ -34,23 +34,6 @@ CLIPS: dict[str, tuple[float, float]] = {
 """By loss: how far below and above 1 a ratio counts in full, where ``clip`` is not given."""
 
 
-class Minibatch(Section):
-    """How much one optimizer step takes; exactly one unit."""
-
-    tasks: int | None = Field(None, ge=1)
-    """Groups, each with all its samples."""
-    samples: int | None = Field(None, ge=1)
-    """Rollouts."""
-    tokens: int | None = Field(None, ge=1)
-    """Sampled tokens: rollouts are added until there are as many."""
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> Minibatch:
-        if sum(amount is not None for amount in (self.tasks, self.samples, self.tokens)) != 1:
-            raise ValueError("say the unit of a minibatch once: {tasks: 16}, {samples: 128} or {tokens: 500000}")
-        return self
-
-
 class LossConfig(Section):
     """What the trainer minimises, and how often it goes through a step's data."""
 
@@ -66,8 +49,8 @@ class LossConfig(Section):
     """Coefficient of the entropy that is added to what is maximised. Default: 0."""
     epochs: int = Field(1, ge=1)
     """How often each step goes through its data. Default: 1."""
-    minibatch: Minibatch | None = None
-    """Data of one optimizer step: {tasks: n}, {samples: n} or {tokens: n}. Default: the whole batch."""
+    minibatch: int | None = Field(None, ge=1)
+    """Tasks of one optimizer step, each with all its samples. Default: the whole batch."""
 
     @field_validator("kind", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; ta
     training:
       policies:
         default:
-          loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: {tasks: 64}}
+          loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
           advantage: {kind: grpo}
           optimizer: {lr: 1.0e-6}
       batch: {tasks: 64}
@@ -215,10 +215,9 @@ class TrainingConfig(Section):
     def _fits(self) -> TrainingConfig:
         for name, policy in self.policies.items():
             asked = policy.loss.minibatch
-            if asked and asked.tasks and asked.tasks > self.batch.tasks:
+            if asked and asked > self.batch.tasks:
                 raise ValueError(
-                    f"policies.{name}.loss.minibatch: {asked.tasks} tasks are more than the {self.batch.tasks} of "
-                    "batch.tasks"
+                    f"policies.{name}.loss.minibatch: {asked} tasks are more than the {self.batch.tasks} of batch.tasks"
                 )
         once = [step.name for step in self.data if step.name in ("staleness", "replay")]
         for kind in once:

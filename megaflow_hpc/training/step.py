@@ -108,9 +108,8 @@ class Step:
             if loss.minibatch is None:
                 yield self.minibatch()
                 continue
-            ((unit, size),) = loss.minibatch.model_dump(exclude_none=True).items()
             random = np.random.default_rng([*self.plan.seed, epoch])
-            for rollouts in split(self.plan.rollouts, self.groups, unit, size, random):
+            for rollouts in split(self.groups, loss.minibatch, random):
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:

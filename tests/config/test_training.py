@@ -23,7 +23,7 @@ training:
   policies:
     default:
       base: /models/Qwen3-4B
-      loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: {tasks: 64}}
+      loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
       advantage: {kind: grpo, rewards: {tests: 1.0, style: 0.1}, normalise: apart}
       importance: {level: token, truncate: 2.0}
       optimizer: {lr: 1.0e-6, clip_norm: 1.0}
@@ -62,8 +62,7 @@ def test_everything_can_be_said(tmp_path: Path) -> None:
     training = campaign.training
     assert training is not None
     policy = training.policies["default"]
-    assert policy.loss.minibatch is not None
-    assert (policy.loss.band, policy.loss.minibatch.tasks, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
+    assert (policy.loss.band, policy.loss.minibatch, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
     assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness", "replay"]
     assert training.data[0].settings == PenaltyConfig(unfinished=-0.5)
     assert training.data[2].settings == StalenessConfig(max=2)
@@ -108,10 +107,8 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
         ("policies: {other: }", "'other' is no policy with a model; this campaign has: default"),
         ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
-        ("policies: {default: {loss: {minibatch: {tasks: 4, tokens: 9}}}}", "say the unit of a minibatch once"),
-        ("policies: {default: {loss: {minibatch: {}}}}", "say the unit of a minibatch once"),
-        ("policies: {default: {loss: {minibatch: {groups: 4}}}}", "unknown key"),
-        ("policies: {default: {loss: {minibatch: {tasks: 64}}}}", "64 tasks are more than the 16 of batch.tasks"),
+        ("policies: {default: {loss: {minibatch: {tasks: 4}}}}", "expected a whole number"),
+        ("policies: {default: {loss: {minibatch: 64}}}", "64 tasks are more than the 16 of batch.tasks"),
         ("policies: {default: {loss: {clip: [0, 0.2]}}}", "both positive, such as [0.2, 0.28]"),
         ("policies: {default: {loss: {kind: m2po, clip: 0.2}}}", "m2po bounds the second moment of ratios"),
         ("policies: {default: {loss: {kind: rloo, clip: 0.2}}}", "rloo takes no ratio; leave clip out"),

@@ -81,11 +81,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
     if loss.kind not in LOSSES:
         raise ConfigError(f"training: TRL has no loss {loss.kind!r}; it has {', '.join(sorted(LOSSES))}")
     if "max_steps" not in others:
-        if loss.minibatch is not None and loss.minibatch.tasks is None:
-            raise ConfigError(
-                "max_steps: give the number of optimizer steps; only minibatches counted in tasks say it by themselves"
-            )
-        each = 1 if loss.minibatch is None else -(-config.batch.tasks // (loss.minibatch.tasks or 1))
+        each = 1 if loss.minibatch is None else math.ceil(config.batch.tasks / loss.minibatch)
         others["max_steps"] = config.steps * loss.epochs * each
     name, level = LOSSES[loss.kind]
     low, high = loss.band
