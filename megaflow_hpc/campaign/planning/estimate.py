@@ -27,7 +27,7 @@ from megaflow_hpc.slurm import fits, resources
 from megaflow_hpc.slurm.script import Job, option_name
 
 ROLLOUT_BYTES = 1e6
-"""Assumed size of a rollout in journal, shard and trajectories.h5 if no earlier run is given."""
+"""Bytes of a rollout in its journal and in trajectories.h5, unless an earlier run says more."""
 FILES, FILES_OF_POD = 40, 15
 """Approximate number of files in a run directory, and further files of each pod."""
 
@@ -314,11 +314,11 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
 
 
 def _bytes_of_rollout(like: Path | None) -> float | None:
-    """Returns the bytes of each rollout of an earlier run in journals, shards and results."""
+    """Returns the bytes of a rollout in the journals and results of an earlier run."""
     if like is None or not like.is_dir():
         return None
     from megaflow_hpc.trajectories.reading.durations import durations
 
-    files = [like / "trajectories.h5", *(like / "journal").glob("*"), *(like / "shards").glob("*")]
+    files = [like / "trajectories.h5", *(like / "journal").glob("*.journal")]
     count = len(durations(like))
     return sum(path.stat().st_size for path in files if path.is_file()) / count if count else None

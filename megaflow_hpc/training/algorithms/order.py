@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
-def ordered(groups: Iterable[Group]) -> list[Group]:
+def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     """Sorts groups. A group in which nothing was sampled comes first, since it is only settled."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megaflow_hpc.config.data_algorithms import ReplayConfig
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
-def replayable(replayed: Sequence[Group], config: ReplayConfig, times: Mapping[str, int]) -> list[Group]:
+def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Mapping[str, int]) -> list[SampleGroup]:
     """Returns the groups that may come again, of ``replayed`` (the latest last)."""
     latest = replayed[max(len(replayed) - config.size, 0) :]
     return [group for group in latest if not times.get(group.id, 0)]
 
 
-def replay(candidates: Sequence[Group], fresh: int, config: ReplayConfig) -> list[Group]:
+def replay(candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig) -> list[SampleGroup]:
     """Returns the latest groups that join ``fresh`` others, so that their share of all is at most ``ratio``."""
     count = min(int(fresh * config.ratio / (1 - config.ratio) + 1e-9), len(candidates))
     return list(candidates[len(candidates) - count :])
