@@ -1,4 +1,5 @@
-"""What starts where and when, and what follows from how it ends: queue, slots, causes of failure, groups, estimates and
-stragglers. Pure: work and events come in, decisions go out; no clock, no files, no messages. Rank 0
-(:mod:`megaflow_hpc.pod.master`) calls it. Causes of failure are also named by whoever reports one.
+"""Decides which rollout starts where and when: queue, slots, causes of failure, groups, estimates and stragglers.
+
+Pure: work and events come in, decisions go out. There is no clock, no file and no message. Rank 0
+(:mod:`megaflow_hpc.pod.master`) calls it. Every process that reports a failure names one of the causes.
 """

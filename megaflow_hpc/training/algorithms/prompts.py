@@ -1,4 +1,4 @@
-"""Which tasks are asked for next, and what is learned about them from the groups that are over.
+"""Chooses the tasks that are asked for next, and learns about tasks from groups that are complete.
 
 =================  =================================================================================================
 ``uniform``        in random order, each task once before any comes again: MegaFlow, appendix D.1 (no curriculum). With
@@ -11,7 +11,7 @@
                    tasks that always pass and one for those that never do; each is lowered at a step in which more than
                    its target share of groups was so, else raised: Zheng et al. 2025, arXiv 2506.02177, section 4, with
                    the floors, targets and warm-up of ``GRESOCurator`` there
-``pass_rate``      while the share that passed, of all its samples so far, lies in a range: MegaFlow, appendix D.1
+``pass_rate``      while the share that passed, of all its samples so far, is in a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
 A state is JSON, and small: five numbers for each task that was tried.
