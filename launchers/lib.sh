@@ -268,7 +268,7 @@ debian_files() {
   local dir=$1 package=$2 mirror
   rm -rf "$dir/debs" && mkdir -p "$dir/debs"
   mirror=$(debian_mirror)
-  [[ -z $mirror ]] || debian_source "$dir" "$mirror" "${MEGAFLOW_BASE_SUITE:-bookworm}"
+  [[ -z $mirror ]] || debian_source "$dir" "$mirror" bookworm
   apt_private "$dir" apt-get update
   (cd "$dir/debs" && apt_private "$dir" apt-get download "$package" && dpkg-deb -x "$package"_*.deb .)
 }

@@ -69,8 +69,6 @@ class Task:
     network: Network | None = None
     """The most that the task allows; ``None`` leaves it to the campaign."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    unbuilt: str = ""
-    """Why an image of it could not be built, where jobs built the images: its rollouts fail with this."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON and msgpack take them; :meth:`from_dict` is the inverse."""

@@ -120,9 +120,6 @@ class EnvironmentConfig(Section):
     air_gapped: bool = False
     """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
     false."""
-    build: Literal["here", "slurm"] = "here"
-    """Where images are built that are not in the store: ``here``, where the campaign is planned; or by ``slurm`` jobs
-    (``slurm.builds``), for which planning waits. Default: here."""
     build_network: Literal["none", "host"] | None = None
     """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
     the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""
@@ -166,17 +163,11 @@ class SchedulingConfig(Section):
     """Weight of each share under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Task limits that a worker rank must have free, beside a slot, before a rollout starts there."""
-    groups: Literal["spread", "together"] = "spread"
-    """``spread``: samples of a group go to any rank; ``together``: to the rank of the group's latest sample, while it
-    has a slot."""
     spare: int = Field(0, ge=0)
     """Extra samples of each group; a group with ``samples`` rewards is closed and its other samples are cancelled.
     Default: 0."""
     signal_after: int | None = Field(None, ge=2)
     """Number of equal rewards in a group after which its waiting samples are dropped. Default: never."""
-    retry_every: int | None = Field(None, ge=1)
-    """Every n-th sample of a group dropped by ``signal_after`` runs nevertheless; if its reward differs, all do.
-    Default: none."""
     cuts: int = Field(16, ge=0)
     """Maximum number of times that the end of an allocation may interrupt a rollout before it fails with kind
     ``walltime``. Default: 16."""

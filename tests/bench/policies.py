@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
 from tests.bench.dispatch import simulated_figure
 from tests.bench.figures import Figure
+from tests.bench.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
 TYPICAL_S, LIMIT_S, HANGING = 600.0, 7200.0, 0.02
@@ -48,7 +48,6 @@ def compare(seed: int) -> dict[str, float]:
 
     spare = replace(_campaign(seed, SAMPLES + 2), rules=GroupRules(wanted={"p": SAMPLES}))
     dropped = replace(plain, rules=GroupRules(signal_after=4))
-    retried = replace(plain, rules=GroupRules(signal_after=4, retry_every=2))
     known = replace(plain, order="longest", expected_s=plain.durations_s)
     learned = replace(plain, order="longest", expected_s=estimated(plain.durations_s, LEARNED, seed))
     return {
@@ -57,7 +56,6 @@ def compare(seed: int) -> dict[str, float]:
         "order: fair": over(simulate(replace(plain, order="fair"))),
         "spare: 2": over(simulate(spare)),
         "signal_after: 4": over(simulate(dropped)),
-        "signal_after: 4, retry_every: 2": over(simulate(retried)),
     }
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.simulation import Shape, estimated, pareto, simulate
 from tests.bench import dispatch
+from tests.bench.simulation import Shape, estimated, pareto, simulate
 
 
 def measured(*words: str) -> dict[str, float]:

@@ -80,7 +80,6 @@ class Master:
             pod.scheduling.order,
             pod.scheduling.weights,
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
-            pod.scheduling.groups == "together",
         )
         self._io = RunIo(_io_thread(pod))
         self._cores, self._began = cores_of(), time.monotonic()

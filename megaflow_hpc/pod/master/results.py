@@ -55,8 +55,6 @@ class Results:
         """Rollout that was tried and is not stored → what is known of it."""
         self._cut: set[str] = set()
         """Rollouts that the end of this allocation has cut short."""
-        self._parked: dict[str, Work] = {}
-        """Work that the rules of groups took out of the queue, by rollout id."""
         self._cancelling: dict[str, str] = {}
         """Rollout that was told to stop → why."""
         self.began: dict[str, float] = {}
@@ -160,14 +158,10 @@ class Results:
 
     def _carry_out(self, step: Step) -> None:
         """Does what the rules of groups ask for."""
-        for rollout in step.park:
-            work = self._scheduler.drop(rollout)
-            if work is not None:
-                self._parked[rollout] = work
-        again = [self._parked.pop(rollout, None) or self._scheduler.drop(rollout) for rollout in step.unpark]
-        self._scheduler.add(replace(work, later=False) for work in again if work is not None)
+        promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
+        self._scheduler.add(replace(work, later=False) for work in promoted if work is not None)
         for rollout in step.cancel:
-            work = self._parked.pop(rollout, None) or self._scheduler.drop(rollout)
+            work = self._scheduler.drop(rollout)
             if work is not None:
                 self._store(work, self.outcome_without_run(work, "", step.why, "cancelled"))
             rank = self._scheduler.workers.worker_of(rollout)

@@ -21,18 +21,8 @@ from megaflow_hpc.types import Network, Task
 
 
 def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the spec of a rollout's sandbox, with the binds of its agent.
-
-    Raises:
-        ConfigError: the task's image was not built.
-    """
-    _require_built(task)
+    """Returns the spec of a rollout's sandbox, with the binds of its agent."""
     return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
-
-
-def _require_built(task: Task) -> None:
-    if task.unbuilt:  # no other node or attempt has the image either
-        raise ConfigError(f"its image was not built: {task.unbuilt}")
 
 
 def _binds(policy: Policy) -> tuple[str, ...]:
@@ -79,7 +69,7 @@ async def recreated(
             directory may come from a stranger and may name any class.
 
     Raises:
-        ConfigError: the task's image was not built, or only its own code can prepare its sandbox.
+        ConfigError: only the task's own code can prepare its sandbox.
         SandboxError: the sandbox does not start or cannot be prepared.
     """
     if task.kind == "python" and not own_code:
@@ -87,7 +77,6 @@ async def recreated(
             f"task {task.id}: the Python class {task.path} prepares its sandbox and runs outside of any sandbox; if "
             "you trust this run directory, add --own-code"
         )
-    _require_built(task)
     spec = sandbox_spec(task, images, environment)
     if own_code or policy.agent.name in NAMES:
         spec = replace(spec, binds=_binds(policy))

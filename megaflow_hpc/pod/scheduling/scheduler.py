@@ -41,7 +41,6 @@ class Scheduler:
         order: see the module.
         weights: of shares, for ``fair``; 1 where not named.
         surely_s: seconds within which a rollout very likely ends, by what is known now; 0: nothing is.
-        together: a group's rollouts go to the worker where the last of them went, while it has room.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Scheduler:
         order: Order = "fifo",
         weights: Mapping[str, float] | None = None,
         surely_s: Callable[[Work], float] = lambda work: work.expected_s,
-        together: bool = False,
     ) -> None:
         self.order = order
         self._weights = dict(weights or {})
@@ -57,7 +55,7 @@ class Scheduler:
         self._lanes: dict[tuple[str, str, Demand], Lane] = {}
         self._places: dict[str, tuple[Lane, int, Work]] = {}
         """Rollout id → where it is queued."""
-        self.workers = Workers(together)
+        self.workers = Workers()
         self._given: dict[str, float] = {}
         self._number = count(1)
         self._too_long: list[Work] = []

@@ -284,7 +284,7 @@ def test_with_demands_limits_hold_and_all_work_ends(data: st.DataObject) -> None
     assert (scheduler.queued, scheduler.workers.running) == (0, 0)
 
 
-# --- dropping, groups together, excluded workers ---
+# --- dropping, excluded workers ---
 
 
 def test_what_is_dropped_never_starts_and_the_rest_keeps_its_order() -> None:
@@ -310,17 +310,6 @@ def test_what_may_wait_starts_only_when_nothing_else_can_and_then_does() -> None
             scheduler.workers.finish(next_[0], next_[1].rollout.id)
         assert started == ["now", "later"]
         assert scheduler.later == 0
-
-
-def test_groups_stay_together_while_their_worker_has_room() -> None:
-    scheduler = Scheduler(together=True)
-    for rank in (1, 2, 3):
-        scheduler.workers.join(rank, 4)
-    scheduler.add(Work(Rollout(f"t{n // 4}", "p", n % 4, "a"), 0, 0) for n in range(12))
-    places: dict[str, set[int]] = {}
-    while (next_ := scheduler.next()) is not None:
-        places.setdefault(next_[1].rollout.task_id, set()).add(next_[0])
-    assert sorted(map(sorted, places.values())) == [[1], [2], [3]]
 
 
 class Planned:

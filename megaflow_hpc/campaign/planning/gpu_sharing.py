@@ -1,4 +1,4 @@
-"""What has to hold for a trainer and an engine that use the same GPUs in turn (``slurm.trainer.share: sleep``)."""
+"""Checks campaigns in which a trainer and an engine use the same GPUs in turn (``slurm.trainer.share: sleep``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import Mistakes
 
 SLEEPING = ("vllm", "scripted")
-"""Engines that can be sent to sleep."""
+"""Engines that can sleep."""
 
 
 def sleeping(config: CampaignConfig) -> dict[str, int]:
-    """Returns the policies whose engine sleeps while its trainer steps, and the level of its sleep."""
-    trainer = config.slurm.trainer
-    shared = config.training.policies if config.training and trainer.share == "sleep" else ()
-    return dict.fromkeys(shared, trainer.sleep_level)
+    """Returns the policies whose engine sleeps while its trainer steps, with the level of its sleep.
+
+    At level 2 vLLM drops its weights, since it loads the trainer's next version anyway. At level 1 an engine keeps them
+    in the node's memory: an adapter's model, which is not published, and the weights of engines that cannot reload.
+    """
+    if config.training is None or config.slurm.trainer.share != "sleep":
+        return {}
+    levels = {}
+    policies = config.policies()
+    for name, learner in config.training.policies.items():
+        model = policies[name].model if name in policies else None
+        reloads = model is not None and model.engine == "vllm" and learner.lora is None
+        levels[name] = 2 if reloads else 1
+    return levels
 
 
 def check_sharing(config: CampaignConfig, where: Where) -> None:
@@ -35,7 +45,7 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
         found.append(("slurm.trainer.nodes", trainer.nodes, "both are on one node: leave it out"))
     if config.slurm.together:
         found.append(("slurm.together", True, "the engine is in the trainer's job: leave it out"))
-    for name, learner in training.policies.items():
+    for name in training.policies:
         policy = config.policies().get(name)
         if policy is None or policy.model is None:
             continue  # which is said elsewhere
@@ -50,8 +60,6 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
         if any(kind.gpus != trainer.gpus for kind in kinds):
             gpus = ", ".join(str(kind.gpus) for kind in kinds)
             found.append((f"{key}.gpus", gpus, f"slurm.trainer.gpus is {trainer.gpus}: write the same in both"))
-        if learner.lora and trainer.sleep_level == 2:
-            found.append(("slurm.trainer.sleep_level", 2, "an adapter's model is not read anew: write 1"))
     if found:
         told = "slurm.trainer.share: sleep"
         raise Mistakes([f"{where(key)}: {key}: {value}: {told}: {remedy}" for key, value, remedy in found])

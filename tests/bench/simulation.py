@@ -1,8 +1,8 @@
-"""A whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
+"""Simulates a whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
 
 The scheduler, the group rules, the block sizes (:func:`megaflow_hpc.ledger.blocks.deal`) and the rule for claiming the
 next block are those of a real pod. Durations and rewards are given. A start costs ``dispatch_s`` of its pod's only
-thread. This is the only module of the package that imports the ledger.
+thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Shape:
         slots: of all pods together.
         dispatch_s: seconds of rank 0 that one start takes, journalling included.
         samples: rollouts of a group; they follow one another.
-        rules: what groups are closed or parked by.
+        rules: what groups are closed by.
         rewards: of every rollout; empty: 0 for all.
     """
 
@@ -96,7 +96,6 @@ class _Pod:
         for rank in range(math.ceil(slots / RANK_SLOTS)):
             self.scheduler.workers.join(rank, min(RANK_SLOTS, slots - rank * RANK_SLOTS))
         self.groups = Groups(shape.rules)
-        self.parked: dict[str, Work] = {}
         self.free_at = 0.0
 
     def add(self, block: list[Work]) -> None:
@@ -111,13 +110,10 @@ class _Pod:
         if len(self.groups):
             reward = self.shape.rewards[_number(work)] if self.shape.rewards else 0.0
             step = self.groups.ended(work.rollout.group_id, work.rollout.id, reward)
-            for rollout in step.park:
-                if (waiting := self.scheduler.drop(rollout)) is not None:
-                    self.parked[rollout] = waiting
-            again = [self.parked.pop(rollout, None) or self.scheduler.drop(rollout) for rollout in step.unpark]
-            self.scheduler.add(replace(one, later=False) for one in again if one is not None)
+            promoted = [self.scheduler.drop(rollout) for rollout in step.promote]
+            self.scheduler.add(replace(one, later=False) for one in promoted if one is not None)
             for rollout in step.cancel:
-                if self.parked.pop(rollout, None) is None and self.scheduler.drop(rollout) is None:
+                if self.scheduler.drop(rollout) is None:
                     self.stop(rollout)
 
     def stop(self, rollout: str) -> None:

@@ -1,4 +1,4 @@
-"""What a campaign asks Slurm for, before anything is asked: its jobs, and whether limits let them start at all."""
+"""The jobs that a campaign asks Slurm for, and the checks that the site's limits let them start."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[resources.Amounts]:
-    """What each engine server and trainer asks for of that which pods may have."""
+    """Returns the requests of each engine server and trainer that count against the pods' limits."""
     found = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
@@ -71,7 +71,7 @@ def beside(
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
-    """Yields one job of each kind that the campaign queues at this cluster, behind its section of the file."""
+    """Yields the section of the campaign file and one job of each kind that is queued at this cluster."""
     pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
@@ -85,8 +85,8 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
     """Checks that partitions and limits let each kind of job start at all.
 
     Raises:
-        Mistakes: A partition has not what is asked for; names key and limit.
-        SiteError: One would stay in the queue for ever; names the limit.
+        Mistakes: A partition lacks what a job asks for; names key and limit.
+        SiteError: A job would never start; names the limit.
     """
     known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
     jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
@@ -107,8 +107,8 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
             )
 
 
-def foretell(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
-    """Returns what the site's limits will do to these jobs of :func:`preview`.
+def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
+    """Returns the effects of the site's limits on these jobs of :func:`preview`.
 
     Raises:
         SiteError: The controller does not answer.
@@ -138,11 +138,11 @@ def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
-    """The sbatch options of pods that decide which limits hold."""
+    """Returns the sbatch options of pods that decide which limits apply."""
     slurm = config.slurm
     return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by sbatch's own names."""
+    """Returns the options under sbatch's own names."""
     return {script.option_name(name): value for name, value in options.items()}

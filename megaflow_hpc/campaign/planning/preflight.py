@@ -1,4 +1,4 @@
-"""What will go badly though nothing is wrong with the campaign: said when it is planned, and planned all the same."""
+"""Warns of a campaign that is valid but will waste its jobs: idle pods, and rollouts that the walltime cuts off."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megaflow_hpc.slurm.script import WARN_S
 from megaflow_hpc.types import Task
 
 
-def foresee(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
-    """Returns a line for everything that a user would want to know before anything is queued.
+def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
+    """Returns a line for each warning.
 
     Args:
-        walltimes_s: seconds that pods get, by their section of the campaign file; ``None`` where nobody knows.
+        walltimes_s: walltimes of pods in seconds, by their section of the campaign file; ``None`` if unknown.
     """
     if draft.config.is_pool:
         return []
@@ -32,7 +32,7 @@ def _idle_pods(draft: Draft, where: Where) -> list[str]:
     if blocks >= pods:
         return []
     groups = len({rollout.group_id for rollout in draft.rollouts})
-    why = "which stay whole (scheduling: spare, signal_after or groups: together)" if whole_groups(config) else ""
+    why = "which stay whole (scheduling: spare or signal_after)" if whole_groups(config) else ""
     of = f"{len(draft.rollouts)} rollouts in {groups} groups, {why}" if why else f"{len(draft.rollouts)} rollouts"
     idle = pods - blocks
     return [

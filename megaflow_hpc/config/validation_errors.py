@@ -1,7 +1,7 @@
-"""What is said of a value that a section does not take: its place, the value, and what is expected there.
+"""Explains invalid values of a campaign file: place, value, and what is expected there.
 
-Pydantic's words are a programmer's ("input should be a valid dictionary or instance of …"). What is expected is read
-from the JSON Schema of the sections instead, so it names the bounds and the choices of the key.
+Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). The expectation
+is read from the JSON Schema of the sections, so it names the bounds and the choices of the key.
 """
 
 from __future__ import annotations
