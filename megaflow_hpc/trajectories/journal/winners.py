@@ -61,7 +61,7 @@ Seals = Mapping[tuple[int, int], tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One valid record: the fields that decide which one wins, and where it is."""
+    """One valid record: the fields that decide which record wins, and its position."""
 
     id: str
     status: str
