@@ -85,32 +85,17 @@ def reading(path: Path) -> Iterator[IO[bytes]]:
             yield file
 
 
-LINE_BYTES = 64 << 20
-"""Longest line that is read: a rollout of 128,000 tokens takes some 5 MB."""
-RATIO = 1000
-"""Largest size of what a file unpacks to, in multiples of its own: gzip ends at 1032, Zstandard does not."""
-
-
-def lines(path: Path, longest: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and bytes of each line of a file that may be compressed, and may be somebody else's.
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and bytes of each line of a file that may be compressed.
 
     Raises:
-        ConfigError: a line is longer than ``longest`` bytes, all are larger than the file explains, or it is damaged.
+        ConfigError: the file is damaged.
     """
-    number = total = 0
-    room = max(longest, RATIO * path.stat().st_size)
+    number = 0
     try:
         with reading(path) as file:
-            while line := file.readline(longest + 1):
-                number, total = number + 1, total + len(line)
-                if len(line) > longest:
-                    raise ConfigError(
-                        f"{path}:{number}: a line of more than {longest >> 20} MiB; if you trust it: --longest-line MiB"
-                    )
-                if total > room:
-                    raise ConfigError(
-                        f"{path}:{number}: unpacks to more than {RATIO} times its size; if you trust it unpack it first"
-                    )
+            for line in file:
+                number += 1
                 yield number, line
     except EOFError as error:
         raise ConfigError(f"{path}: ends early ({error}); copy it again") from None

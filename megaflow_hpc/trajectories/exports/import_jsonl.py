@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.exports.files import LINE_BYTES, lines
+from megaflow_hpc.trajectories.exports.files import lines
 from megaflow_hpc.trajectories.exports.jsonl import parse
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
@@ -19,7 +19,6 @@ def import_jsonl(
     target: Path,
     campaign: str | None = None,
     progress: Callable[[int], None] | None = None,
-    longest: int = LINE_BYTES,
 ) -> int:
     """Writes a ``trajectories.h5`` from lines of JSON, plain or compressed by gzip or Zstandard.
 
@@ -28,13 +27,12 @@ def import_jsonl(
         target: the file to write; one of the same name is replaced when all is written.
         campaign: name of the campaign; by default that of ``source`` up to its first dot.
         progress: called with the number of trajectories done.
-        longest: bytes of the longest line that is taken.
 
     Returns:
         The number of trajectories.
 
     Raises:
-        ConfigError: there is no line, or one is not a trajectory, repeats an id or is too long, and is named;
+        ConfigError: there is no line, or one is not a trajectory or repeats an id. The message names the line, and
             ``target`` stays as it was.
     """
     if not source.is_file():
@@ -43,7 +41,7 @@ def import_jsonl(
     with published(target) as temporary:
         name = campaign or source.name.split(".")[0]
         with TrajectoryWriter(temporary, name) as writer:
-            for number, line in lines(source, longest):
+            for number, line in lines(source):
                 if not line.strip():
                     continue
                 try:
