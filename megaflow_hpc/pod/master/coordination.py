@@ -1,6 +1,6 @@
 """What one pod finds out for all, so that metadata operations do not grow with the square of the pods.
 
-The pod that holds the lease :data:`~megaflow_hpc.ledger.leader_lease.COORDINATOR` surveys the ledger, reads every pod's
+The pod that holds the lease :data:`~megaflow_hpc.ledger.leader.COORDINATOR` surveys the ledger, reads every pod's
 lease, lists the engines and sums up what the campaign uses. The file of its lease is its report, the one file that
 every other pod reads now and then. Where few pods run, each looks at the ledger for itself, which is quicker; where
 nobody leads, all do so until somebody has taken the lease.
@@ -16,8 +16,9 @@ import msgspec
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import Operation
-from megaflow_hpc.ledger.leader_lease import COORDINATOR, RENEW_S, LeaderLease
-from megaflow_hpc.ledger.report import FEW, Report, Survey, progress_of, reported
+from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.report import FEW, Report, progress_of, reported
+from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.live import Asked, LiveFiles
@@ -48,14 +49,14 @@ class Coordination:
         few: int = FEW,
     ) -> None:
         name = ledger.identity.name if ledger.identity else ""
-        self._lease = LeaderLease(ledger.run, COORDINATOR, name, clock)
+        self._lease = Leader(ledger.run, COORDINATOR, name, clock)
         self._name, self._ledger, self._endpoints, self._budget = name, ledger, endpoints, budget
         self._clock, self._few = clock, few
         self.report = Report()
         """What is known for all: of this pod's own survey, or of another's."""
         self.leads = False
         self._follows = False
-        self._survey: Operation[Survey] | None = None
+        self._survey: Operation[Surveyed] | None = None
         self._looked_at = self._renewed_at = -math.inf
         self._generation = ""
         """Of the engines that this pod knows."""
@@ -118,12 +119,11 @@ class Coordination:
         self._follows = somebody and self.report.pods > self._few
         self._ledger.follow(self.report.survey if self._follows else None)
 
-    def _tell(self, found: Survey) -> None:
-        leases = self._ledger.surveyed_leases
-        live = self._ledger.surveyed_live
+    def _tell(self, found: Surveyed) -> None:
+        leases, live = found.leases, found.live
         report = Report(
             pods=len(live),
-            survey=found,
+            survey=found.survey,
             generation=self._generation,
             exceeded=self._budget.exceeded(leases),
             progress={name: progress for name in live if (progress := progress_of(leases[name])) is not None},

@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Call, Link
-from megaflow_hpc.ledger.leader_lease import STALE_S
+from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.monitor.status import Monitor
