@@ -42,8 +42,8 @@ class HandOffs:
     _counts: dict[int, int] = field(default_factory=dict)
     """Held block → number of blocks that were handed off from it."""
     _origins: dict[int, Origin] = field(default_factory=dict)
-    _request: str = ""
-    """Path of this pod's request in the ledger, empty without one."""
+    _requests: list[str] = field(default_factory=list)
+    """Paths of this pod's requests in the ledger. There is more than one only after an error."""
     _requests_made: int = 0
 
     # --- blocks ---
@@ -105,13 +105,13 @@ class HandOffs:
 
     def request_work(self, slots: int) -> Steps[None]:
         """Asks other pods to fill ``slots`` free slots, for which nothing could be claimed. 0 withdraws the request."""
-        before, self._request = self._request, ""
         if slots:
             self._requests_made += 1
-            self._request = f"{REQUESTS}/{self.name}.{self._requests_made}.{slots}"
-            yield Touch(self._request)
-        if before:
-            yield Remove(before)
+            self._requests.append(f"{REQUESTS}/{self.name}.{self._requests_made}.{slots}")
+            yield Touch(self._requests[-1])
+        while len(self._requests) > (1 if slots else 0):
+            yield Remove(self._requests[0])
+            del self._requests[0]
 
     def work_requests(self, known: Mapping[str, int] | None) -> Steps[dict[str, int]]:
         """Returns the slots that other pods ask to be filled, by request.

@@ -1,6 +1,6 @@
 """The blocks that this pod has claimed, and the rollouts that each still lacks.
 
-Used by one thread: the one that touches the run directory (:mod:`~megaflow_hpc.pod.master.run_io_thread`).
+Used by one thread: the one that touches the run directory (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
 
 from __future__ import annotations
