@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Steps, There, Touch
@@ -95,8 +95,7 @@ class Holding(Enum):
     SILENT = "silent"
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """One claimed block and its state."""
 
     block: int
@@ -316,7 +315,8 @@ class Rules:
         states: list[Held] = []
         of_others: list[Held] = []
         for block, epoch in claimed:
-            ours = Claim(block, epoch) in self.held | self._dropped
+            claim = Claim(block, epoch)
+            ours = claim in self.held or claim in self._dropped
             if survey is not None and (block, epoch) not in orphans:
                 states.append(Held(block, epoch, Holding.OURS if ours else Holding.ALIVE))
                 continue
@@ -330,7 +330,7 @@ class Rules:
         gone = yield from self._look_after({held.owner for held in of_others})
         for held in of_others:
             state = Holding.ALIVE if self._is_alive(held.owner) else Holding.SILENT
-            states.append(replace(held, state=Holding.GONE if held.owner in gone else state))
+            states.append(held._replace(state=Holding.GONE if held.owner in gone else state))
         return states
 
     def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:

@@ -121,13 +121,15 @@ class Master:
             busy |= self._collect()
             if not (self._drain.active or self._io.full or self._io.stuck):
                 busy |= self._dispatch.start_all()
-            if self._due("tick", TICK_S):
+            tick = self._due("tick", TICK_S)
+            if tick:
                 self._tick()
             pod.comm.push()
             self._io.push()
-            end = end_of(self._situation())
-            if end is not None:
-                return self._leave(end)
+            if tick or not busy:
+                end = end_of(self._situation())
+                if end is not None:
+                    return self._leave(end)
             if busy:
                 backoff.reset()
             else:
