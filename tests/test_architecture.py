@@ -91,7 +91,7 @@ DOORS: dict[str, str] = {
     "environments/sandbox model/engines pod/scheduling trajectories/reading",
     "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks environments/builds "
     "environments/images model/engines model/server trajectories trajectories/journal trajectories/reading",
-    "cli": "agents bench campaign config environments/images environments/sandbox rundir slurm",
+    "cli": "agents campaign config environments/images environments/sandbox rundir slurm",
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",
@@ -101,9 +101,6 @@ DOORS: dict[str, str] = {
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
     "cli/making": "cli campaign config tasks tasks/harbor tasks/releases tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
-    "bench": "__init__ bench/programs environments environments/sandbox pod/scheduling rundir trajectories "
-    "trajectories/hdf5",
-    "bench/programs": "ledger pod pod/master rundir trajectories/journal",
 }
 """Room → rooms it may import from, beside :data:`EVERYBODYS`; what is not listed is a wall."""
 

@@ -20,8 +20,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.samples import Group, Sample
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.plan import Place, Plan, Settled
-from megaflow_hpc.trajectories.journal.records import Entry
-from megaflow_hpc.trajectories.journal.winners import Index
+from megaflow_hpc.trajectories.journal.winners import Entry, Index
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout
@@ -229,7 +228,7 @@ class Sequences:
 
     def read(self, place: Place) -> tuple[Trajectory, list[TokenSequence]]:
         """Reads a whole rollout, and returns the policy's sequences of it too; raises as :meth:`at`."""
-        trajectory = self._journals.load(Entry("", "", place.epoch, 0, 0, place.journal, place.start))
+        trajectory = self._journals.load(Entry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
         found = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
         self._tokens -= _tokens(self._kept.pop(place, []))
         self._kept[place] = found

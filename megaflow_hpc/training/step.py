@@ -25,20 +25,29 @@ from megaflow_hpc.trajectory import TokenSequence
 
 
 class Flow(Protocol):
-    """What a step asks of the dataflow that it is of."""
+    """The part of a dataflow that its steps use."""
 
     run: RunDir
-    policy: str
     config: TrainingConfig
-    settings: PolicyTraining
     files: TrainingFiles
     trainer: int
     rank: int
     ranks: int
-    temperature: float
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy."""
+
+    @property
+    def settings(self) -> PolicyTraining:
+        """How the policy is trained."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of the policy."""
 
     def check(self) -> None:
-        """Raises LedgerError where a later trainer was started."""
+        """Raises LedgerError if a later trainer was started."""
 
     def committed(self, commit: Commit) -> None:
         """Notes that a step is committed."""

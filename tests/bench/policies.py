@@ -15,10 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-from megaflow_hpc.bench.dispatch import simulated_figure
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
+from tests.bench.dispatch import simulated_figure
+from tests.bench.figures import Figure
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
 TYPICAL_S, LIMIT_S, HANGING = 600.0, 7200.0, 0.02

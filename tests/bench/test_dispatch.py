@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megaflow_hpc.bench import dispatch
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.simulation import Shape, estimated, pareto, simulate
+from tests.bench import dispatch
 
 
 def measured(*words: str) -> dict[str, float]:

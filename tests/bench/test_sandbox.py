@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.bench import exec as bench_exec
-from megaflow_hpc.bench import modes as bench_modes
-from megaflow_hpc.bench import sandbox as bench_sandbox
+from tests.bench import exec as bench_exec
+from tests.bench import modes as bench_modes
+from tests.bench import sandbox as bench_sandbox
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.programs.dispatch_ranks import make_pod
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.mpi import mpiexec
@@ -34,6 +33,7 @@ from megaflow_hpc.pod.worker import MASTER_LOST_S
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import Rollout
+from tests.bench.dispatch_ranks import make_pod
 
 SLOTS = 4
 DEAF_S = 2.0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_SIMULATED = 200_000
 """Rollouts up to which a campaign is simulated, in some seconds; beyond, work is divided by slots."""
 ROLLOUT_BYTES = 1e6
-"""Taken for a rollout's part of journal, shard and trajectories.h5 where no earlier run tells."""
+"""Bytes of a rollout in its journal and in trajectories.h5, unless an earlier run says more."""
 FILES, FILES_OF_POD = 40, 15
 """Files of a run directory, and of each start of a pod in it, about."""
 
@@ -307,11 +307,11 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
 
 
 def _bytes_of_rollout(like: Path | None) -> float | None:
-    """Bytes that each rollout of an earlier run has taken, of journals, shards and results."""
+    """Returns the bytes of a rollout in the journals and results of an earlier run."""
     if like is None or not like.is_dir():
         return None
     from megaflow_hpc.trajectories.reading.durations import durations
 
-    files = [like / "trajectories.h5", *(like / "journal").glob("*"), *(like / "shards").glob("*")]
+    files = [like / "trajectories.h5", *(like / "journal").glob("*.journal")]
     count = len(durations(like))
     return sum(path.stat().st_size for path in files if path.is_file()) / count if count else None

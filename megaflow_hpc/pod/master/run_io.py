@@ -229,7 +229,7 @@ class RunIoThread(threading.Thread):
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self.loop_turned_at = time.monotonic()
         """The loop writes here when it turns."""
-        self._run, self._ledger, self._blocks, self._events = run, ledger, blocks, events
+        self._run, self._journal, self._ledger, self._blocks, self._events = run, journal, ledger, blocks, events
         self._name = ledger.identity.name if ledger.identity else ""
         self._asked = Requests()
         self._storing = Storing(journal, ledger, blocks, events)
@@ -384,7 +384,7 @@ class RunIoThread(threading.Thread):
         except OSError as error:
             print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
         self._ledger.request_work(0)
-        self._blocks.release()
+        self._blocks.release(self._journal.committed)
         self._viewers.leave()
         if self._ledger.finished:
             histories.remove_partials(self._run)

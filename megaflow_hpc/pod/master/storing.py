@@ -23,7 +23,6 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.events import EventWriter
-from megaflow_hpc.trajectories.journal.headings import HeadingFields
 
 
 class PendingResult(NamedTuple):
@@ -34,21 +33,19 @@ class PendingResult(NamedTuple):
     epoch: int
     record: bytes
 
-    @property
-    def heading(self) -> HeadingFields:
-        """Heading of the record in the journal."""
-        outcome = self.outcome
-        return outcome.id, outcome.status, self.epoch, outcome.attempt, self.block
-
 
 class Journal(Protocol):
     """The part of a :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter` that is used here."""
 
-    def append(self, record: bytes, heading: HeadingFields) -> int:
-        """Takes a record and its heading. Keeps what the disk refuses for the next call. Raises OSError."""
+    @property
+    def committed(self) -> int:
+        """Bytes that are durable."""
+
+    def append(self, record: bytes) -> int:
+        """Adds a record, and keeps it if the disk refuses. Raises OSError."""
 
     def commit(self) -> object:
-        """Makes durable what was appended. Raises OSError."""
+        """Makes every appended record durable. Raises OSError."""
 
 
 class Storing:
@@ -76,8 +73,8 @@ class Storing:
             return
         while self._queued:
             result = self._queued.popleft()
-            self._appended.append(result)
-            self._journal.append(result.record, result.heading)
+            self._appended.append(result)  # first: after an error the journal keeps the record
+            self._journal.append(result.record)
         if self._appended and not self._commit():
             return
         while self._durable:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
-from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
+from megaflow_hpc.trajectories.journal.frames import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, linked
 from megaflow_hpc.types import VERIFIED
 

@@ -86,7 +86,7 @@ class Trainer:
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime_rl, "POLL_S", 0.02)
-    monkeypatch.setattr(dataflow, "POLL_S", 0.02)
+    monkeypatch.setattr(dataflow, "MAX_POLL_S", 0.02)
 
 
 def serve(run: RunDir, output: Path, *more: str) -> int:

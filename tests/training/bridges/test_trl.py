@@ -141,13 +141,13 @@ def lease_after(stop):
     fields = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3, "policies": {"default": {"dtype": "float32"}}}
     run = training_run(root / f"asked-{stop}", fields, tasks=2, model=model)
     flow, pods = Dataflow(run, say=lambda text: None), Pods(run, lambda rollout: rollout.sample_index / 3)
-    keep = flow._pace.keep
+    keep = flow.planning.control.keep
 
     def kept(*given):  # the pods answer as soon as they are asked
         keep(*given)
         pods.work()
 
-    flow._pace.keep = kept
+    flow.planning.control.keep = kept
     trainer_of(flow, max_steps=stop).train()
     return sorted(path.name for path in (run.path / "ledger" / "open").iterdir()), flow.files.committed().step
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch  # type: ignore[import-not-found]
-
-from megaflow_hpc.bench.figures import Figure, median, report
 from megaflow_hpc.cli.bench import page
+
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import Policy, Ranks, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.bench.figures import Figure, median, report
 
 GPU = Ranks(0, 1, torch.device("cuda", 0))
 WORDS = 151_936

@@ -44,7 +44,7 @@ Form = Literal["tree", "mount", "direct"]
 Writes = Literal["overlay", "copy"]
 
 START_S = {"tree": 0.05, "mount": 0.06, "direct": 0.20}
-"""Seconds to start one sandbox, as ``bench modes`` measures them; only their differences count."""
+"""Seconds to start one sandbox, as ``tests.bench.modes`` measures them; only their differences count."""
 UNPACK_BYTES_PER_S = 150e6
 UNPACK_INODES_PER_S = 20_000
 READ_SHARE = 0.02

@@ -3,7 +3,7 @@
 A command is set against ``posix_spawn`` and wait of the same program, a start against ``apptainer exec`` of the same
 unpacked image with Apptainer's own defaults. As a program it prints the rate of spawns by many processes at once::
 
-    python -m megaflow_hpc.bench.programs.bare PROGRAM PROCESSES EACH
+    python -m tests.bench.bare PROGRAM PROCESSES EACH
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaflow_hpc.bench.arguments import above_zero, add_count, add_image, image_of
-from megaflow_hpc.bench.figures import Figure, median
+from tests.bench.arguments import above_zero, add_count, add_image, image_of
+from tests.bench.command import main
+from tests.bench.figures import Figure, median
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider
 
-HELP = "sandbox starts by form of image, and the cost of limits"
-EXAMPLES = ("bench modes --image base.sif",)
 
 GOALS_MS = {"tree": 60.0, "mount": 90.0}
 NAMES = {"tree": "an unpacked image", "mount": "one mount per job", "direct": "the SIF itself"}
@@ -167,3 +167,7 @@ async def _hog(image: str, scratch: Path, times: int, limit_mb: int = 300) -> li
                 await sandbox.exec(HOG, timeout_s=60)
                 over.append(sandbox.breaches[0].value - limit_mb)
     return [median(f"memory hog: held past its limit of {limit_mb} MB when seen", "MB", over)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +22,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.arguments import add_count
-from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.host.files import remove_tree
-
-HELP = "the trajectory store: ingest, size, opening, random batches"
-EXAMPLES = ("bench store", "bench store --rollouts 20 --generated 0")
+from tests.bench import store_peers
+from tests.bench.arguments import add_count
+from tests.bench.command import main
+from tests.bench.figures import Figure, median
 
 _GROUP = 16
 """Records per commit."""
@@ -53,11 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     """Measures ingest and size, then reading a generated file."""
-    from megaflow_hpc.bench.store_reads import reads
-    from megaflow_hpc.bench.transcripts import Transcripts
+    from tests.bench.store_reads import reads
+    from tests.bench.transcripts import Transcripts
 
-    if arguments.peers:
-        from_checkout("store_peers", "--peers")  # before minutes have passed
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-", dir=arguments.directory) as directory:
         room = Path(directory)
@@ -88,10 +85,10 @@ def _renamed(drawn: list[Any], count: int) -> Iterator[Any]:
 def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: Note) -> list[Figure]:
     import h5py
 
-    from megaflow_hpc.bench.baselines import bare_h5py, jsonl_gz
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.trajectories import JournalWriter, gather
     from megaflow_hpc.trajectories.hdf5 import deflate
+    from tests.bench.baselines import bare_h5py, jsonl_gz
 
     rates: dict[str, list[float]] = {"both": [], "journal": [], "gather": [], "cpu": []}
     bare: list[float] = []
@@ -151,8 +148,7 @@ def _ingest(arguments: argparse.Namespace, drawn: list[Any], room: Path, note: N
         Figure("whole file, part of JSONL.gz", "", size / arguments.rollouts / (gzipped / sample), sample, None, 0.75),
     ]
     if arguments.peers:
-        peers = from_checkout("store_peers", "--peers")
-        figures = peers.beside_ingest(figures, drawn, raw / arguments.rollouts, room, note)
+        figures = store_peers.beside_ingest(figures, drawn, raw / arguments.rollouts, room, note)
     return figures
 
 
@@ -171,3 +167,7 @@ def sizes(file: Any) -> tuple[dict[str, int], int, int]:
 
     file.visititems(collect)
     return stored, raw, len(file["tokens/id"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

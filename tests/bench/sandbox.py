@@ -21,16 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaflow_hpc.bench.arguments import add_count, add_image, image_of
-from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median, multiple
-from megaflow_hpc.bench.programs import bare
+from tests.bench import bare, container_peers
+from tests.bench.arguments import add_count, add_image, image_of
+from tests.bench.command import main
+from tests.bench.figures import Figure, median, multiple
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
-HELP = "start, reset, stop and memory of sandboxes; what a killed owner leaves"
-EXAMPLES = ("bench sandbox --image base.sif",)
 
 SETTLE_S = 1.0
 
@@ -71,7 +69,6 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     image = image_of(arguments)
-    peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     async with ApptainerProvider() as provider:
         rootfs = await provider.stage(image)
@@ -95,8 +92,8 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         note("an owner killed by SIGKILL, then the janitor")
         left = await asyncio.to_thread(_leftovers, image, arguments.owned, provider)
         figures += [Figure(f"{what} left by a killed owner", "count", n, 1, goal=0) for what, n in left.items()]
-        if peers:
-            figures = await peers.beside_starts(figures, provider, image, arguments.peer_starts, note)
+        if arguments.peers:
+            figures = await container_peers.beside_starts(figures, provider, image, arguments.peer_starts, note)
     return figures
 
 
@@ -198,3 +195,7 @@ def _leftovers(image: str, count: int, provider: ApptainerProvider) -> dict[str,
             "mounts": max(0, Path("/proc/self/mountinfo").read_text().count("\n") - mounts),
             "files": sum(len(files) + len(names) for _, names, files in os.walk(Path(scratch, "owners"))),
         }
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

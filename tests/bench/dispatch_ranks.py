@@ -1,6 +1,6 @@
 """The ranks of a pod whose rollouts are empty: rank 0 is the product's own, workers answer at once.
 
-``mpiexec -n 3 python -m megaflow_hpc.bench.programs.dispatch_ranks RUN SLOTS``: every rank leaves
+``mpiexec -n 3 python -m tests.bench.dispatch_ranks RUN SLOTS``: every rank leaves
 ``RUN/report/<rank>.json``.
 """
 

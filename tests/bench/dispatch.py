@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from megaflow_hpc.bench.arguments import above_zero, add_count
-from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median, multiple, quantile
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import mpiexec
+from tests.bench import dispatch_peers, metadata
+from tests.bench.arguments import above_zero, add_count
+from tests.bench.command import main
+from tests.bench.figures import Figure, median, multiple, quantile
 
-HELP = "decisions per second of a real pod; with --simulate the makespan of a campaign's shape"
-EXAMPLES = ("bench dispatch --ranks 4", "bench dispatch --simulate --slots 2000 --pods 16 --durations seconds.txt")
 ROUNDS = 5
 """Of a pod and its nearest peer, by turns."""
 DECISION_S = 50e-6
@@ -51,10 +50,10 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     if arguments.simulate:
         return simulated(arguments, note)
     if arguments.metadata:
-        return list(from_checkout("metadata", "--metadata").figures(arguments.ranks, note))
-    peers = from_checkout("dispatch_peers", "--peers") if arguments.peers else None
-    figures = real(arguments.rollouts, arguments.ranks, note, peers.futures if peers else None)
-    for name, version, per_s in peers.measure(arguments.ranks, note) if peers else ():
+        return list(metadata.figures(arguments.ranks, note))
+    nearest = dispatch_peers.futures if arguments.peers else None
+    figures = real(arguments.rollouts, arguments.ranks, note, nearest)
+    for name, version, per_s in dispatch_peers.measure(arguments.ranks, note) if arguments.peers else ():
         figures[0] = figures[0].beside(name, version, round(per_s, 1))
     return figures
 
@@ -66,7 +65,6 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
     """Makespans, busy slots and memory of campaigns in virtual time."""
     from megaflow_hpc.pod.scheduling.simulation import LEARNED, pareto
 
-    policies = from_checkout("policies", "--policies") if arguments.policies else None
     count = arguments.rollouts
     shapes: dict[str, list[list[float]]] = {}
     if arguments.durations:
@@ -97,7 +95,15 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
     megabytes = max(outcome[2] for outcome in outcomes)
     size = f"{arguments.slots} slots, {arguments.pods} pods, {count} rollouts"
     figures.append(simulated_figure(f"peak memory, {size}", "MB", [megabytes], 2000.0))
-    return [*figures, _flat(), *(policies.figures(arguments.seeds, note) if policies else [])]
+    return [*figures, _flat(), *_policies(arguments, note)]
+
+
+def _policies(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+    if not arguments.policies:
+        return []
+    from tests.bench import policies  # imports this module
+
+    return list(policies.figures(arguments.seeds, note))
 
 
 def _durations(path: Path) -> list[float]:
@@ -191,13 +197,13 @@ def real(
 
 def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], float]:
     """(seconds, bytes of the journal, milliseconds between results and next starts, processor seconds of rank 0)."""
-    from megaflow_hpc.bench.programs.dispatch_ranks import plan
+    from tests.bench.dispatch_ranks import plan
 
     start = mpiexec(ranks + 1)
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run_dir = Path(folder) / "run"
         plan(run_dir, count)
-        command = [*start, sys.executable, "-m", "megaflow_hpc.bench.programs.dispatch_ranks"]
+        command = [*start, sys.executable, "-m", "tests.bench.dispatch_ranks"]
         words = [*command, str(run_dir), str(slots)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
         said = [json.loads(file.read_text()) for file in (run_dir / "report").glob("*.json")]
@@ -206,3 +212,7 @@ def _pod(count: int, ranks: int, slots: int) -> tuple[float, int, list[float], f
     waits = [wait for rank in said for wait in rank.get("waits_ms", ())]
     (leader,) = (rank for rank in said if "seconds" in rank)
     return leader["seconds"], leader["journal_bytes"], waits, leader["cpu_s"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

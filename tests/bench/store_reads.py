@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median
+from tests.bench.figures import Figure, median
 
 Note = Callable[[str], None]
 
@@ -58,7 +57,9 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
         ),
     ]
     if arguments.peers:
-        figures = from_checkout("store_peers", "--peers").beside_batches(figures, path, room, note)
+        from tests.bench import store_peers
+
+        figures = store_peers.beside_batches(figures, path, room, note)
     return figures
 
 

@@ -7,29 +7,25 @@ rank 0 stopped for longer than its lease, a worker stopped within a large messag
 cannot grow. A seed decides what is hit, how long after the work has begun, and whether the campaign is submitted from
 Python, by hand with --export=NONE or from inside an allocation; what the machine does meanwhile it cannot. Exit status
 0 only if nothing was lost, doubled or left behind.
-All but --peers drive a Slurm lab; all need a checkout of the sources.
+All but --peers drive a Slurm lab.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megaflow_hpc.bench.arguments import add_count, add_image, image_of
-from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.host.files import remove_tree
+from tests.bench import campaign_peers, chaos, flat, requests
+from tests.bench.arguments import add_count, add_image, image_of
+from tests.bench.command import main
+from tests.bench.figures import Figure
 
-HELP = "whole campaigns: requests to slurmctld, idle seconds; under seeded faults: lost, doubled, left behind"
-EXAMPLES = (
-    "bench campaign --tasks 60",
-    "bench campaign --peers --tasks 60",
-    "bench campaign --flat",
-    "bench campaign --chaos --seeds 20",
-)
+KINDS = {"chaos": chaos, "flat": flat, "peers": campaign_peers, "requests": requests}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     """Runs the campaigns of one kind of measurement below a directory of their own."""
-    kinds = {"chaos": arguments.chaos, "flat": arguments.flat, "campaign_peers": arguments.peers, "requests": True}
+    kinds = {"chaos": arguments.chaos, "flat": arguments.flat, "peers": arguments.peers, "requests": True}
     kind = next(name for name, asked in kinds.items() if asked)
-    measurement = from_checkout(kind, "bench campaign")
+    measurement = KINDS[kind]
     image = Path(image_of(arguments, sif=True))
     if arguments.directory:
         os.makedirs(arguments.directory, exist_ok=True)
@@ -60,3 +56,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     figures: list[Figure] = measurement.measure(base, image, note, arguments)
     remove_tree(base, ignore_errors=True)
     return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

@@ -10,20 +10,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from megaflow_hpc.bench.arguments import add_count, add_image, image_of
-from megaflow_hpc.bench.checkout import from_checkout
-from megaflow_hpc.bench.figures import Figure, median, multiple, quantile
-from megaflow_hpc.bench.programs import bare
+from tests.bench import bare, container_peers
+from tests.bench.arguments import add_count, add_image, image_of
+from tests.bench.command import main
+from tests.bench.figures import Figure, median, multiple, quantile
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
-HELP = "commands in running sandboxes: latency and rate"
-EXAMPLES = ("bench exec --image base.sif --json",)
 
 SHELL_LINE = "echo one; echo two >&2"
 
@@ -49,7 +48,6 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     image = image_of(arguments)
-    peers = from_checkout("container_peers", "--peers") if arguments.peers else None
     spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000)
     each = max(1, arguments.commands // arguments.rounds)
     async with ApptainerProvider() as provider:
@@ -74,8 +72,8 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
             multiple(p50, bare.SPAWN, [*map(statistics.median, ours)], [*map(statistics.median, limit)], 1.3),
             multiple(rate, bare.SPAWN, rates, limits, 0.8, "higher"),
         ]
-        if peers:
-            figures = await peers.beside_commands(figures, provider, image, arguments.peer_commands, note)
+        if arguments.peers:
+            figures = await container_peers.beside_commands(figures, provider, image, arguments.peer_commands, note)
     return figures
 
 
@@ -115,3 +113,7 @@ async def _rates(
     finally:
         await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
     return rates, limits
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))
