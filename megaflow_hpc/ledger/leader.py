@@ -40,11 +40,11 @@ class Leader:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the leader reported, at the last look."""
+        """The leader's report at the last look."""
         return self._lease.content
 
     def holder(self) -> str:
-        """Returns the leader's name, empty if there is none. A lease counts from the first look until it is stale."""
+        """Returns the leader's name, empty without a leader. A lease counts from the first look until it is stale."""
         try:
             unchanged_s = self._files.carry_out(self._lease.look())
         except OSError:

@@ -70,7 +70,7 @@ class LiveStatus(msgspec.Struct):
     tokens: Count
     """Sampled tokens."""
     waits: bool
-    """Whether a model call waits for its answer."""
+    """A model call waits for its answer."""
     quiet_s: Number
     """Seconds since these values changed."""
 
@@ -177,7 +177,7 @@ class Viewers:
     def __init__(self, run: RunDir, pod: str) -> None:
         self._run, self._pod, self._files = run, pod, LiveFiles(run)
         self.asked = Asked()
-        """What viewers asked for at the last poll."""
+        """The rollouts that viewers asked for at the last poll."""
         self._shows = False
         self._polled_at = 0.0
 

@@ -33,7 +33,7 @@ CALLS_PER_TURN = 64
 
 
 class Role(Enum):
-    """Role of a pod, decided anew at each look at the leader's lease.
+    """Role of a pod, decided at each look at the leader's lease.
 
     ========= ============================================================= ====================
     role      when                                                          its knowledge is of

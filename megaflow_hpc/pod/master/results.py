@@ -57,7 +57,7 @@ class Results:
         self._parked: dict[str, Work] = {}
         """Work that the rules of groups took out of the queue, by rollout id."""
         self._cancelling: dict[str, str] = {}
-        """Rollouts that were told to stop, with the reason."""
+        """Rollouts that must stop, with the reason."""
         self._void: set[tuple[int, str]] = set()
         """(rank, rollout): results that are ignored, because the other copy won."""
         self.began: dict[str, float] = {}
@@ -196,7 +196,7 @@ class Results:
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Records that the end of the allocation cuts short what still runs. The next allocation starts it anew."""
+        """Records that the end of the allocation cuts short what still runs. The next one starts it again."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.workers.running_work():
             self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))

@@ -191,7 +191,7 @@ class RunState:
     closes_at: float = float("-inf")
     """When this pod's fence closes, by the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
-    """What the last claim has seen of blocks, other pods and consumers."""
+    """Blocks, other pods and consumers, as the last claim saw them."""
     claimed_all: bool = False
     """No block was free at the last claim."""
     hand_offs_done: int = 0

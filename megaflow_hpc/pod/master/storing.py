@@ -6,7 +6,7 @@ stage    reached by                                                    an OSErro
 QUEUED   the loop's request
 APPENDED the journal took the record; it keeps what the disk refuses   QUEUED
 DURABLE  fsync, while the fence was open before and after it           APPENDED
-SETTLED  its block is told; with the last one the block is marked done DURABLE
+SETTLED  its block has recorded it, and is done if it was the last     DURABLE
 ======== ============================================================= =============================
 
 A result counts once it is durable, and is reported once it is settled. Every call continues where an error stopped the
