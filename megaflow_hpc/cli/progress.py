@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments.images.making import Making
 
 
-class Progress:
+class ProgressLine:
     """Shows a campaign's status on stderr: a bar on a terminal, a line now and then in a log."""
 
     LINE_EVERY_S = 15.0

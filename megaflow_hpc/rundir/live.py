@@ -17,14 +17,13 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from megaflow_hpc.host.atomic import without_links, write_atomic
-from megaflow_hpc.host.files import open_regular, remove_tree
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.events import Count, Number
+from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 RENEW_S = 10.0
@@ -38,8 +37,8 @@ STALE_VIEWER_CLEANUP_S = 600.0
 MAX_ROLLOUTS = 128
 """Rollouts that all viewers together may ask about."""
 MAX_TRANSCRIPTS = 4
-_MAX_FILE_BYTES = 8 << 20
-T = TypeVar("T")
+MAX_BYTES = 8 << 20
+"""Largest file that is read."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
@@ -132,7 +131,7 @@ class LiveFiles:
 
     def status(self, pod: str) -> PodLiveStatus | None:
         """Returns the live status that a pod (``<pod>.<start>``) shows, ``None`` while it shows none."""
-        return _read(self._folder / f"{pod}.json", PodLiveStatus)
+        return try_read_json(self._folder / f"{pod}.json", PodLiveStatus, MAX_BYTES)
 
     # --- for pods ---
 
@@ -146,7 +145,7 @@ class LiveFiles:
         rollouts: list[str] = []
         transcripts: list[str] = []
         for name in sorted(names):
-            ask = _read(self._folder / name, Ask)
+            ask = try_read_json(self._folder / name, Ask, MAX_BYTES)
             counter, since = self._viewers.setdefault(name, (-1, self._clock()))
             if ask is not None and ask.counter != counter:
                 counter, since = self._viewers[name] = ask.counter, self._clock()
@@ -215,13 +214,3 @@ def _encode(status: PodLiveStatus) -> bytes:
 
 def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    """Reads one file. ``None`` if it is missing, damaged or too large."""
-    try:
-        with open_regular(path) as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        return msgspec.json.decode(data, type=kind) if len(data) <= _MAX_FILE_BYTES else None
-    except (OSError, ValueError, RecursionError):
-        return None

@@ -39,7 +39,7 @@ from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import ordinals
 from megaflow_hpc.training.buffer import Sequences
 from megaflow_hpc.training.evaluation import ask
-from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
+from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.training.planning import Planning
 from megaflow_hpc.training.pod_watch import PodWatch
 from megaflow_hpc.training.policy import trained_policy
@@ -158,7 +158,7 @@ class Dataflow:
         while number < self.config.steps:
             number += 1
             began = time.monotonic()
-            plan = self.files.read(Plan, number)
+            plan = self.files.read(StepPlan, number)
             waited = 0.0
             if plan is None:
                 plan, waited = self._await_plan(number)
@@ -243,13 +243,13 @@ class Dataflow:
             self._ordinals = ordinals(self.run, self.policy, self._ordinals)
         return self._ordinals.get(version, 0)
 
-    def sequences(self, place: Place) -> list[TokenSequence]:
+    def sequences(self, place: RecordPlace) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout."""
         return self._sequences.at(place)
 
     # --- plans ---
 
-    def try_plan(self, number: int) -> Plan | None:
+    def try_plan(self, number: int) -> StepPlan | None:
         """Returns the plan of a step, or ``None`` while its rollouts are missing.
 
         Raises:
@@ -257,12 +257,12 @@ class Dataflow:
             OSError: the run directory does not answer; the next call continues.
         """
         if self.rank:
-            return self.files.read(Plan, number)
+            return self.files.read(StepPlan, number)
         self.check()
         self.request()
         return self.planning.plan(number, self.trainer)
 
-    def _await_plan(self, number: int) -> tuple[Plan | None, float]:
+    def _await_plan(self, number: int) -> tuple[StepPlan | None, float]:
         """Returns the next plan and the seconds of waiting; ``None`` if the training ends before it."""
         waited, began, interval_s = 0.0, time.monotonic(), FIRST_POLL_S
         self._pods.begin()

@@ -56,7 +56,7 @@ class MicroBatch:
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """One sequence of one rollout."""
 
     rollout: int
@@ -114,10 +114,10 @@ class Minibatch:
             mine = number * self._ranks + self._rank
             yield self._pack(bins[mine] if mine < len(bins) else [])
 
-    def _bins(self, tokens: int) -> list[list[Part]]:
+    def _bins(self, tokens: int) -> list[list[SequencePart]]:
         """First fit decreasing; sequences without a token that counts are left out."""
         parts = [
-            Part(index, number, length)
+            SequencePart(index, number, length)
             for index in self.rollouts
             if self._planned[index].weight
             for number, length in enumerate(self._planned[index].lengths)
@@ -129,7 +129,7 @@ class Minibatch:
                 f"rollout {self._planned[longest.rollout].id}: a sequence of {longest.length} tokens does not fit a "
                 f"micro-batch of {tokens}; raise it, or drop such rollouts (training.data: over_length)"
             )
-        bins: list[list[Part]] = []
+        bins: list[list[SequencePart]] = []
         room: list[int] = []
         for part in sorted(parts, key=lambda part: (-part.length, part.rollout, part.sequence)):
             place = next((n for n, left in enumerate(room) if left >= part.length), None)
@@ -141,7 +141,7 @@ class Minibatch:
             room[place] -= part.length
         return bins
 
-    def _pack(self, parts: Sequence[Part]) -> MicroBatch:
+    def _pack(self, parts: Sequence[SequencePart]) -> MicroBatch:
         loaded = {index: self._load(index) for index in dict.fromkeys(part.rollout for part in parts)}
         sequences = [loaded[part.rollout][part.sequence] for part in parts]
         lengths = np.array([part.length for part in parts], np.int64)

@@ -11,7 +11,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.buffer import Buffer, Sequences
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.plan import Plan, Settled, TrainingFiles
+from megaflow_hpc.training.plan import Settled, StepPlan, TrainingFiles
 from megaflow_hpc.training.planner import Planner
 from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
@@ -88,7 +88,7 @@ class Planning:
         """Journals whose size each poll asks for."""
         return self._view.buffer.journals if self._view else 0
 
-    def plan(self, step: int, trainer: int) -> Plan | None:
+    def plan(self, step: int, trainer: int) -> StepPlan | None:
         """Returns the plan of a step, or ``None`` while its rollouts are missing.
 
         If another trainer has claimed the step meanwhile, its plan is returned.
@@ -120,15 +120,15 @@ class Planning:
 
     def _opened(self, step: int) -> _View:
         """Returns the rollouts that the plans before ``step`` left unsettled."""
-        before = self._files.read(Plan, step - 1)
+        before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
         buffer = Buffer(self._run, self._sequences, policy.owners, self._ordinal, settled, policy.held_out)
         numbers = range(step - 1, 0, -1)
-        earlier = (plan for number in numbers if (plan := self._files.read(Plan, number)) is not None)
+        earlier = (plan for number in numbers if (plan := self._files.read(StepPlan, number)) is not None)
         return _View(buffer, Planner(self._config, policy.settings, buffer, learned, earlier))
 
-    def _planned(self, view: _View, step: int, version: int, trainer: int, over: bool) -> Plan | None:
+    def _planned(self, view: _View, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
         """Plans the step if there is enough for it, and requests groups in the place of dropped ones."""
         buffer, planner, control = view.buffer, view.planner, self.control
         max_refills = self._config.batch.refill if self._requests else 0
@@ -141,7 +141,7 @@ class Planning:
         if self._requests and len(complete) > want:
             least = control.settles(step, complete, buffer.open_groups, version)
 
-        def plan(last: bool, short: bool = False) -> Plan | None:
+        def plan(last: bool, short: bool = False) -> StepPlan | None:
             replace = bool(max_refills)
             return planner.plan(step, version, want, trainer, least, last=last, replace=replace, short=short)
 

@@ -20,8 +20,8 @@ from megaflow_hpc.ledger.blocks import add_blocks
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.algorithms import Prompts
-from megaflow_hpc.training.algorithms.samples import Group
-from megaflow_hpc.training.plan import Added, Batch, Refill, TrainingFiles
+from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.types import Rollout
 
@@ -48,9 +48,9 @@ class StalenessControl:
     def __init__(self, files: TrainingFiles, policy: TrainedPolicy, config: TrainingConfig) -> None:
         self._files, self._policy, self._config = files, policy, config
         self._prompts = Prompts(config.prompts)
-        self._versions: dict[tuple[type[Batch], int], int] = {}
+        self._versions: dict[tuple[type[TaskBatch], int], int] = {}
         """Kind and number of a request → ordinal of the newest weights at its time."""
-        self._added = max(0, *files.numbers(Batch), 0)
+        self._added = max(0, *files.numbers(TaskBatch), 0)
         """Batches whose blocks exist. Those of the last recorded batch may be missing."""
         self._refills_are_complete = False
         """Whether the blocks of every refill exist. Those of the last recorded refill may be missing."""
@@ -71,7 +71,7 @@ class StalenessControl:
         asked = {self._record_of(round) for round in rounds}
         return bound is not None and any(version - self._version_of(*one) >= bound for one in asked)
 
-    def settles(self, step: int, complete: Sequence[Group], open_groups: int, version: int) -> int:
+    def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
         """Returns the number of groups that a step must settle, so that none is too old for the step after.
 
         Args:
@@ -82,7 +82,7 @@ class StalenessControl:
         bound = self._config.mode.bound
         if bound is None:
             return 0
-        later_batches = [number for number in self._files.numbers(Batch) if number >= step]
+        later_batches = [number for number in self._files.numbers(TaskBatch) if number >= step]
         counted_on = sum(len(batch.tasks) for number in later_batches if (batch := self.batch(number)))
         late = sum(version - group.oldest >= bound for group in complete)
         return min(late, open_groups - counted_on)  # none that a later step waits for
@@ -92,15 +92,15 @@ class StalenessControl:
         batch = self.batch(step - 1)
         return len(batch.tasks) if batch else self._config.batch.tasks
 
-    def _record_of(self, round: int) -> tuple[type[Batch], int]:
+    def _record_of(self, round: int) -> tuple[type[TaskBatch], int]:
         """Returns kind and number of the request that a round belongs to."""
         if round < FIRST_ADDED_ROUND:
-            return Batch, round // self._config.batch.tasks
+            return TaskBatch, round // self._config.batch.tasks
         if round < FIRST_REFILL_ROUND:
             return Added, round - FIRST_ADDED_ROUND
         return Refill, (round - FIRST_REFILL_ROUND) // self._config.batch.tasks
 
-    def _version_of(self, kind: type[Batch], number: int) -> int:
+    def _version_of(self, kind: type[TaskBatch], number: int) -> int:
         if (kind, number) not in self._versions:
             found = self._files.read(kind, number)
             self._versions[kind, number] = found.version if found else 0
@@ -164,9 +164,9 @@ class StalenessControl:
         self._refills_are_complete = True
         return True
 
-    def batch(self, number: int) -> Batch | None:
+    def batch(self, number: int) -> TaskBatch | None:
         """Returns a batch by its number, from 0; ``None`` if it is not requested yet."""
-        return self._files.read(Batch, number)
+        return self._files.read(TaskBatch, number)
 
     def _late_engines(self) -> str:
         """Returns the engines that synchronous training waits for; empty if there are none."""
@@ -181,11 +181,11 @@ class StalenessControl:
         if batch is None:
             first, count = number * self._config.batch.tasks, self._config.batch.tasks
             tasks, version, state = self._choose(number, count, first, learned, [1, number])
-            batch = Batch(batch=number, tasks=tasks, samples=self._policy.samples, version=version, state=state)
+            batch = TaskBatch(batch=number, tasks=tasks, samples=self._policy.samples, version=version, state=state)
             batch = self._files.claim(number, batch)
         self._add_blocks(batch, f"{number:06d}")
 
-    def _add_blocks(self, batch: Batch, token: str) -> None:
+    def _add_blocks(self, batch: TaskBatch, token: str) -> None:
         rollouts = [
             Rollout(task, self._policy.name, sample, self._policy.agent, round)
             for task, round in batch.tasks

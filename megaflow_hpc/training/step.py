@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.microbatch import Minibatch, split
-from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
+from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
 
@@ -55,7 +55,7 @@ class Flow(Protocol):
     def ordinal(self, version: int) -> int:
         """Returns the policy's own count of a weight version's number."""
 
-    def sequences(self, place: Place) -> list[TokenSequence]:
+    def sequences(self, place: RecordPlace) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout."""
 
 
@@ -68,7 +68,7 @@ class Step:
         plan_s: seconds that were spent on reading and planning.
     """
 
-    def __init__(self, flow: Flow, plan: Plan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
+    def __init__(self, flow: Flow, plan: StepPlan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
         self._flow, self.plan, self.wait_s, self.plan_s = flow, plan, wait_s, plan_s
 
     @property

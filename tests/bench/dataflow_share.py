@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.training.step import Step
 
 R = TypeVar("R")
@@ -51,7 +51,7 @@ def main() -> int:
         shutil.copytree(source, run.path, symlinks=True)
         (run.path / "ledger" / "finished").unlink(missing_ok=True)
         files = TrainingFiles(run, "default")
-        steps = files.numbers(Plan)
+        steps = files.numbers(StepPlan)
         for left in ("steps", "commits", "trainers"):
             shutil.rmtree(files.path / left)
         flow = Dataflow(run, say=lambda text: None)

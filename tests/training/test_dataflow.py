@@ -25,7 +25,7 @@ from megaflow_hpc.rundir.weight_source import DELTA
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
-from megaflow_hpc.training.plan import Batch, Plan, Refill, TrainingFiles
+from megaflow_hpc.training.plan import Refill, StepPlan, TaskBatch, TrainingFiles
 from megaflow_hpc.training.staleness import FIRST_ADDED_ROUND, FIRST_REFILL_ROUND
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
@@ -41,10 +41,10 @@ def alternating(rollout: Rollout) -> float:
     return float(rollout.sample_index % 2)
 
 
-def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[Plan]:
+def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
     """Takes steps, while one group has begun with the first version and does not end, until there is none to take."""
     pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))
-    seen, parameters = list[Plan](), START
+    seen, parameters = list[StepPlan](), START
     while (plan := flow.try_plan(len(seen) + 1)) is not None:
         seen.append(plan)
         parameters = step_through(flow, Step(flow, plan), parameters)
@@ -65,7 +65,7 @@ def watched(run: RunDir, pods: Pods) -> Dataflow:
     return flow
 
 
-def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[Plan]]:
+def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:
     """Trains to the end; returns what it was trained on."""
     flow = watched(run, pods)
     plans, parameters = [], START
@@ -119,7 +119,7 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
     stale = [staleness for plan in plans for staleness in plan.staleness]
     assert max(stale) == bound  # everything is sampled as soon as it is asked for: as stale as it may become
     assert not any(plan.drops for plan in plans)
-    assert flow.files.numbers(Batch) == list(range(8))
+    assert flow.files.numbers(TaskBatch) == list(range(8))
 
 
 def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_path: Path) -> None:
@@ -284,12 +284,12 @@ def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_we
     assert plan is not None
     step_through(flow, Step(flow, plan), START)
     assert [flow.try_plan(2) for _ in range(3)] == [None] * 3
-    assert (flow.files.numbers(Batch), flow.files.numbers(Refill)) == ([0], [])
+    assert (flow.files.numbers(TaskBatch), flow.files.numbers(Refill)) == ([0], [])
     serves(current(run, "default").version)
     assert flow.try_plan(2) is None
     pods.work()
     assert flow.try_plan(2) is not None
-    assert (flow.files.numbers(Batch), flow.files.numbers(Refill)) == ([0, 1], [])
+    assert (flow.files.numbers(TaskBatch), flow.files.numbers(Refill)) == ([0, 1], [])
     flow.leave()
 
 
@@ -347,8 +347,8 @@ def _full(*_: object) -> None:
     raise OSError("full")
 
 
-def _plans(flow: Dataflow) -> list[Plan]:
-    plans = [flow.files.read(Plan, number) for number in flow.files.numbers(Plan)]
+def _plans(flow: Dataflow) -> list[StepPlan]:
+    plans = [flow.files.read(StepPlan, number) for number in flow.files.numbers(StepPlan)]
     return [plan for plan in plans if plan]
 
 
@@ -361,7 +361,7 @@ def test_an_infinite_reward_ends_it_before_a_plan_is_made(tmp_path: Path) -> Non
     pods = Pods(run, lambda r: math.inf if r.sample_index else 0.0)
     with pytest.raises(ConfigError, match="reward is inf"):
         drink(run, pods)
-    assert TrainingFiles(run, "default").numbers(Plan) == []
+    assert TrainingFiles(run, "default").numbers(StepPlan) == []
 
 
 def test_advantages_and_masks_reach_every_token(tmp_path: Path) -> None:
@@ -467,11 +467,11 @@ def _trainer(run: Path, every: int, pause_s: float, result: object) -> None:
 def _check_all(run: RunDir, steps: int, parameters: str) -> None:
     """Every group that was asked for is settled by exactly one plan, and the parameters are made of the plans."""
     files = TrainingFiles(run, "default")
-    assert files.numbers(Plan) == list(range(1, steps + 1))
+    assert files.numbers(StepPlan) == list(range(1, steps + 1))
     settled: list[str] = []
     wanted = START
     for number in range(1, steps + 1):
-        plan = files.read(Plan, number)
+        plan = files.read(StepPlan, number)
         assert plan is not None
         settled += {rollout.group for rollout in plan.rollouts} | {name for name in plan.drops if name.count("/") == 1}
         wanted = trained(wanted, plan)

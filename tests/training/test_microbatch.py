@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch, split
-from megaflow_hpc.training.plan import Place, PlannedRollout
+from megaflow_hpc.training.plan import PlannedRollout, RecordPlace
 from megaflow_hpc.trajectory import TokenSequence
 
 
@@ -31,7 +31,7 @@ def planned(index: int, sequences: list[TokenSequence], advantage: float = 1.0, 
         id=f"t/default/{index}",
         task="t",
         group="t/default",
-        place=Place("", 0),
+        place=RecordPlace("", 0),
         advantage=advantage,
         weight=weight,
         lengths=[len(s.tokens) for s in sequences],

@@ -25,20 +25,20 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.order import ordered
 from megaflow_hpc.training.algorithms.replay import replay, replayable
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What becomes of the groups that were there."""
 
-    taken: tuple[Group, ...]
+    taken: tuple[SampleGroup, ...]
     """Trained on, in this order; each with the samples that are left, their penalties and weights."""
     drops: dict[str, str]
     """Id → cause: of a sample that has left its group, of a group that is not taken."""
-    left: tuple[Group, ...]
+    left: tuple[SampleGroup, ...]
     """Not looked at yet; they wait for a later step."""
-    replayed: tuple[Group, ...]
+    replayed: tuple[SampleGroup, ...]
     """Trained on again, of those handed in."""
     state: dict[str, Any]
     """For the next call."""
@@ -46,11 +46,11 @@ class Choice:
 
 def choose(
     config: TrainingConfig,
-    groups: Iterable[Group],
+    groups: Iterable[SampleGroup],
     *,
     version: int,
     want: int,
-    replayed: Sequence[Group] = (),
+    replayed: Sequence[SampleGroup] = (),
     state: Mapping[str, Any] | None = None,
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
@@ -89,7 +89,7 @@ def choose(
                 taken = filters.varied(taken, compared, drops)
             case _:
                 taken = rewards.shaped(taken, step)
-    again: list[Group] = []
+    again: list[SampleGroup] = []
     times = dict((state or {}).get("times", {}))
     if isinstance(repeat := settings.get("replay"), ReplayConfig):
         candidates = filters.survivors(rewards.plain(replayable(replayed, repeat, times)), compared, {})

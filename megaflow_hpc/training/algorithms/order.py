@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
-def ordered(groups: Iterable[Group], order: Literal["edf", "fifo"]) -> list[Group]:
+def ordered(groups: Iterable[SampleGroup], order: Literal["edf", "fifo"]) -> list[SampleGroup]:
     """Sorts groups; for ``edf`` one in which nothing was sampled comes first, since it is only settled."""
     return sorted(groups, key=lambda group: (group.oldest if order == "edf" else 0, group.time_ns, group.id))

@@ -27,7 +27,7 @@ import numpy as np
 from megaflow_hpc.config.data_algorithms import FilterSolved, PromptsConfig
 from megaflow_hpc.training.algorithms.filters import LEAST, inside
 from megaflow_hpc.training.algorithms.rewards import reward
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 RECENT = 0.5
 """Weight of the latest group in the pass rate that ``curriculum`` goes by: a model changes within a few rounds."""
@@ -150,7 +150,7 @@ class Prompts:
         )
         return float(max(base ** abs(known.streak), floor))
 
-    def learn(self, state: Mapping[str, Any], groups: Iterable[Group]) -> dict[str, Any]:
+    def learn(self, state: Mapping[str, Any], groups: Iterable[SampleGroup]) -> dict[str, Any]:
         """Learns from groups that are over; called once a step, as GRESO counts.
 
         Args:

@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megaflow_hpc.config.data_algorithms import ReplayConfig
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
-def replayable(replayed: Sequence[Group], config: ReplayConfig, times: Mapping[str, int]) -> list[Group]:
+def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Mapping[str, int]) -> list[SampleGroup]:
     """Returns the groups that may come again, of ``replayed`` (the latest last)."""
     latest = replayed[max(len(replayed) - config.size, 0) :]
     return [group for group in latest if times.get(group.id, 0) < config.times]
 
 
-def replay(candidates: Sequence[Group], fresh: int, config: ReplayConfig, random: np.random.Generator) -> list[Group]:
+def replay(
+    candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig, random: np.random.Generator
+) -> list[SampleGroup]:
     """Returns the groups that join ``fresh`` others, so that their share of all is at most ``ratio``."""
     count = min(int(fresh * config.ratio / (1 - config.ratio) + 1e-9), len(candidates))
     if config.select == "latest":

@@ -35,7 +35,7 @@ from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.selection import select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source
-from megaflow_hpc.trajectories.reading.table import Table
+from megaflow_hpc.trajectories.reading.table import RowTable
 
 LOOK_UPS = 16
 """Number of ids looked up one by one before all are put into a dictionary."""
@@ -245,8 +245,8 @@ class TrajectoryStore:
         return np.array([self._row(key) for key in ids], np.int64)
 
     @cached_property
-    def _table(self) -> Table:
-        return Table(self._source)
+    def _table(self) -> RowTable:
+        return RowTable(self._source)
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.config.data_algorithms import PromptsConfig
 from megaflow_hpc.training.algorithms import Prompts
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 from tests.support.groups import failed, group, groups
 
 TASKS = [f"t{i}" for i in range(10)]
@@ -132,7 +132,7 @@ def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
 
 def test_what_infrastructure_failed_teaches_nothing() -> None:
     way = prompts(greso={}, filter_solved={})
-    assert way.learn({}, [Group("a/p", "a", (failed("a/p", 0), failed("a/p", 1)))])["tasks"] == {}
+    assert way.learn({}, [SampleGroup("a/p", "a", (failed("a/p", 0), failed("a/p", 1)))])["tasks"] == {}
 
 
 WAYS = st.fixed_dictionaries(
@@ -149,7 +149,7 @@ WAYS = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(WAYS, st.lists(groups(), max_size=4), st.integers(0, 12), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_states_are_json_choices_are_seeded_and_orders_say_nothing(
-    config: dict[str, Any], steps: list[list[Group]], count: int, seed: int, shuffle: Any
+    config: dict[str, Any], steps: list[list[SampleGroup]], count: int, seed: int, shuffle: Any
 ) -> None:
     way, tasks = prompts(**config), [f"task-{i}" for i in range(6)]
     one: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""What one rollout may hold of its gateway at once: calls, bytes of their bodies, and a large answer.
+"""Limits what one rollout may hold of its gateway: calls, bytes of their bodies, and one large answer.
 
-The rest waits its turn.
+Further calls of the rollout wait, so the other rollouts of the rank are served.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-CALLS = 64
+MAX_CALLS = 64
 """Calls of one rollout that are read, decoded and answered at once."""
 
 
-class Share:
-    """A rollout's calls take turns, first come, first served. Lives in one event loop.
+class RolloutQuota:
+    """The quota of one rollout. Calls that exceed it wait, first come, first served. Lives in one event loop.
 
     Args:
-        size: Bytes of bodies that its calls may hold together; a single body is no longer.
+        size: Bytes that the bodies of all calls may have together, and so the largest single body.
         calls: Calls at once.
     """
 
-    def __init__(self, size: int, calls: int = CALLS) -> None:
+    def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
         self._size, self._calls = size, calls
         self._waiting: dict[asyncio.Future[None], int] = {}
         self._answers = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """Waits until a call with a body of ``size`` bytes may be read, and holds its part inside the context."""
+        """Waits until a call with a body of ``size`` bytes may be read, and holds that part of the quota."""
         if self._waiting or not self._fits(size):
             await self._wait(size)
         else:
@@ -39,9 +39,11 @@ class Share:
             self._give(size)
 
     @asynccontextmanager
-    async def answer(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Gives a function to await before a large answer is taken in; of those calls one goes on at a time, to the
-        context's end."""
+    async def large_answer(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Yields a function to await before a large answer is read.
+
+        The function returns for one call at a time, until that call's context ends.
+        """
         held = False
 
         async def take() -> None:
@@ -67,14 +69,14 @@ class Share:
         self._wake()
 
     async def _wait(self, size: int) -> None:
-        """Returns when the part has been taken for this call."""
+        """Returns once the quota has room for the call and the call holds its part."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[future] = size
         try:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._give(size)  # its turn came in the same instant
+                self._give(size)  # it got its part in the same instant
             else:
                 self._waiting.pop(future, None)
                 self._wake()
