@@ -6,18 +6,19 @@ leaves there :func:`sweep` removes.
 
 from __future__ import annotations
 
-import fcntl
 import json
+import math
 import os
 import re
 import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.host import locks
 from megaflow_hpc.host.atomic import to_json, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
@@ -54,27 +55,19 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     nothing breaks.
 
     Raises:
-        BlockingIOError: another has it, with ``wait`` false.
+        TimeoutError: another process has it, with ``wait`` false.
     """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with ExitStack() as lock:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                break  # else who had it before has removed it
-        except FileNotFoundError:
-            pass
-        except BlockingIOError:
-            os.close(descriptor)
+            lock.enter_context(locks.locked(path, timeout_s=math.inf if wait else 0))
+        except TimeoutError:
             raise
         except OSError:
-            break
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+            pass  # no locks here
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -96,7 +89,7 @@ def sweep(work: Path) -> None:
     """Removes what killed processes have left in ``work``."""
     for path in work.iterdir():
         if path.suffix == ".lock":
-            with suppress(BlockingIOError), locked(path, wait=False):
+            with suppress(TimeoutError), locked(path, wait=False):
                 pass
         elif abandoned(path):
             remove_tree(path)

@@ -246,7 +246,7 @@ def test_a_pod_leaves_when_who_may_add_rollouts_has_not_renewed_for_long(tmp_pat
     lease.put()
     played = turn(run)
     assert played.state == "drained"
-    assert "who may add something has not renewed its lease for long" in played.why
+    assert "no consumer that may add blocks has renewed its lease for long" in played.why
     assert [t["id"] for t in played.stored] == ["ok_a/p/0"]
     assert not Ledger(run).finished
     lease.close()

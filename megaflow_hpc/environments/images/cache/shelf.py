@@ -20,8 +20,8 @@ whose process is gone counts for nothing. So a SIGKILL at any instant blocks nob
 
 from __future__ import annotations
 
-import fcntl
 import json
+import math
 import os
 import secrets
 import time
@@ -34,6 +34,7 @@ from megaflow_hpc.environments.images.cache.copy_log import CopyLog
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.locks import locked
 from megaflow_hpc.host.process import Identity
 
 POLL_S = (0.005, 0.1)
@@ -88,31 +89,9 @@ class Shelf:
     @contextmanager
     def locked(self, name: str, *, exclusive: bool, deadline: float) -> Iterator[None]:
         """Holds the lock of one copy; raises :class:`TimeoutError` at ``deadline`` (monotonic)."""
-        descriptor = self._lock(self.root / "locks" / name, exclusive, deadline)
-        try:
+        timeout_s = deadline - time.monotonic()
+        with locked(self.root / "locks" / name, shared=not exclusive, timeout_s=timeout_s):
             yield
-        finally:
-            os.close(descriptor)
-
-    def _lock(self, path: Path, exclusive: bool, deadline: float) -> int:
-        pause = POLL_S[0]
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-                # Who removes a copy removes its lock as well: one that is not at its place any more locks nothing.
-                if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                    return descriptor
-            except (BlockingIOError, FileNotFoundError):
-                pass
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S[1])
 
     def here(self, name: str) -> bool:
         """Whether the copy is there and whole."""
@@ -124,19 +103,8 @@ class Shelf:
         Raises:
             TimeoutError: a copy is being removed this instant, with ``wait`` false.
         """
-        with self._removing(fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB):
+        with locked(self.root / "removing", shared=True, timeout_s=math.inf if wait else 0):
             return [name for name in names if not self.here(name)]
-
-    @contextmanager
-    def _removing(self, how: int) -> Iterator[None]:
-        descriptor = os.open(self.root / "removing", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, how)
-            yield
-        except BlockingIOError:
-            raise TimeoutError from None
-        finally:
-            os.close(descriptor)
 
     def mark(self, names: Collection[str]) -> None:
         """Notes all that this process uses, or waits for: from now on nobody removes it.
@@ -230,7 +198,7 @@ class Shelf:
         """
         doomed: list[Path] = []
         size = sum(sizes.values(), Room(0, 0))
-        with self._all():
+        with locked(self.root / "lock"):
             entries = self.entries()
             taken = self.taken(entries)
             wanted = self.wanted()
@@ -264,7 +232,7 @@ class Shelf:
         """Takes a copy that nobody uses off the shelf and returns where it lies, for the caller to remove; ``None`` if
         in use."""
         try:
-            with self.locked(name, exclusive=True, deadline=0.0), self._removing(fcntl.LOCK_EX):
+            with self.locked(name, exclusive=True, deadline=0.0), locked(self.root / "removing"):
                 if name in self.in_use():
                     return None
                 place = self.root / "trash" / f"{self.identity}.{secrets.token_hex(4)}"
@@ -313,14 +281,6 @@ class Shelf:
 
     def _mark(self, name: str) -> Path:
         return self.root / "reserved" / f"{name}.{self.identity}"
-
-    @contextmanager
-    def _all(self) -> Iterator[None]:
-        descriptor = self._lock(self.root / "lock", True, float("inf"))
-        try:
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def alive(name: str) -> bool:

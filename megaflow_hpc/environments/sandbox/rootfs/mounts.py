@@ -19,7 +19,6 @@ jobs, but the pages of the image that were read are, by the kernel's page cache.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -35,6 +34,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import clean_environment
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.locks import lock_descriptor, lock_file
 from megaflow_hpc.host.process import Identity
 
 IDLE_S = 60
@@ -111,7 +111,7 @@ def mount(sif: str, offset: int, key: str, scratch: str | os.PathLike[str]) -> M
         opened = os.open(_outside(holder, home), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         kept = os.dup(lock)
         os.set_inheritable(kept, False)
-        fcntl.flock(kept, fcntl.LOCK_SH)
+        lock_descriptor(kept, shared=True)
     return Mounted(holder, str(home / "root"), (opened, kept))
 
 
@@ -120,17 +120,9 @@ def _locked(home: Path) -> Iterator[int]:
     """The lock of a mount's directory, exclusively: made anew should the directory be swept away meanwhile."""
     while True:
         (home / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(home / "guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:
-            continue
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            if os.stat(home / "guard").st_ino == os.fstat(descriptor).st_ino:
-                break
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            descriptor = lock_file(home / "guard")
+            break
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield lock
@@ -209,7 +201,7 @@ def sweep_mounts(scratch: str | os.PathLike[str]) -> int:
         return 0
     for home in homes:
         with suppress(OSError), _locked(home) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_descriptor(lock, timeout_s=0)
             holder = _holder(home)
             if holder is not None:
                 holder.kill()
