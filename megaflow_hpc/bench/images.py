@@ -30,9 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=above_zero, default=0.1, metavar="SHARE", help="room, as a share of all images (%(default)s)"
     )
     parser.add_argument(
-        "--form", choices=("tree", "sif"), default="tree", help="unpacked (tree, the default), or the file itself"
-    )
-    parser.add_argument(
         "--hold", type=above_zero, default=0.02, metavar="S", help="mean seconds of a rollout (%(default)s)"
     )
 

@@ -139,7 +139,6 @@ _MODELS = (
 )
 _BY_HAND = (
     Variable("LAYER", "how sandboxes write: overlay, copy or auto", "auto: overlay where there is one", "sandboxes"),
-    Variable("IMAGE_FORM", "how they see images: tree, mount, direct or auto", "auto: by what costs less", "sandboxes"),
     Variable("GATEWAY", "how they reach the model: nsenter, helper or auto", "auto: the first that works", "sandboxes"),
     Variable("SANDBOX_START", "how they start: apptainer, clone or auto", "auto: clone where it can be", "sandboxes"),
     Variable("SANDBOX_RUNNER", "what starts commands in them: program, shell or auto", "auto: program", "sandboxes"),

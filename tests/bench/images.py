@@ -53,7 +53,7 @@ class Node:
         self.images = images
         looking = ImageCache(cache, find_apptainer())
         facts = [looking.facts(image) for image in images]
-        self.sizes = [each.unpacked_bytes if arguments.form == "tree" else each.bytes for each in facts]
+        self.sizes = [each.unpacked_bytes for each in facts]
         self.perfect = sum(each.bytes for each in facts)
         self.budget = int(arguments.budget * sum(self.sizes))
         self.cache = cache
@@ -61,7 +61,7 @@ class Node:
         self.ranks = [self._start(rank) for rank in range(arguments.ranks)]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        words = [self.cache, self.budget, self.arguments.slots, self.arguments.form]
+        words = [self.cache, self.budget, self.arguments.slots]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.bench.image_rank", *map(str, words)],
             cwd=ROOT,

@@ -279,10 +279,6 @@ def test_a_sweep_survives_what_a_crash_left_in_the_files_it_reads(tmp_path: Path
         (sandbox / "owner").write_bytes(content)
     os.mkfifo(tmp_path / "owners" / "1-1" / "fifo")
     (tmp_path / "owners" / "\udcff").mkdir()
-    for name in ("1-1", "2-2"):
-        (tmp_path / "mounts" / name).mkdir(parents=True)
-    (tmp_path / "mounts" / "1-1" / "holder").write_bytes(b"\xff" * 9)
-    (tmp_path / "mounts" / "2-2" / "guard").mkdir()
     (tmp_path / "cache").write_text("a file")
     counts = sweep(tmp_path)
     assert (counts["owners"], counts["processes"]) == (5, 0)

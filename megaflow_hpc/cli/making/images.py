@@ -134,13 +134,12 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "stage",
         _stage,
-        "copy images into this node's cache ahead of their use",
+        "unpack images into this node's cache ahead of their use",
         "Run it where the sandboxes will run, such as once per node of a job. Images are SIF files, digests (or "
         "their beginnings) of the store, or a campaign file.",
         ["srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml", "images stage 3f2a9c0b"],
     )
     stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF, a digest of the store, or a campaign file")
-    stage.add_argument("--form", choices=("tree", "sif"), default="tree", help="unpacked (default), or the file itself")
     _cached(stage)
 
     listing = _verb(
@@ -230,7 +229,7 @@ def _stage(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{name}: neither a file nor the digest of an image in {images.store.root}")
     staged = []
     for path in dict.fromkeys(paths):
-        lease = cache.acquire(path, arguments.form)
+        lease = cache.acquire(path)
         staged.append({"image": path, "path": lease.path, "layers": list(lease.layers)})
         lease.release()
     if arguments.json:

@@ -121,7 +121,6 @@ class Workshop:
             lowers = [points, *lowers]
         spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends)
         access = Access(
-            "tree",
             str(lowers[-1]),
             lambda: None,
             copies=self._copies,

@@ -25,7 +25,6 @@ from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access, ImageAccess
-from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
@@ -71,7 +70,7 @@ class ApptainerProvider:
         self._kind = kind_of(file_system(self.scratch))
         cached = ImageCache(self.cache, self.apptainer)
         self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
-        self._prefetcher = Prefetcher(cached, self.images.copied_form)
+        self._prefetcher = Prefetcher(cached, self.images.is_flat)
         self._templates = Templates(
             self._own, (self.scratch, self.cache), self.apptainer, self.scratch, start_timeout_s
         )
@@ -93,7 +92,7 @@ class ApptainerProvider:
 
         Args:
             snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
-            access: the hold on the image; default: one in the form that is cheapest here.
+            access: the hold on the image; default: the one that the cache gives.
 
         Raises:
             ConfigError: the spec itself is wrong.
@@ -160,10 +159,9 @@ class ApptainerProvider:
         return await self._standby.standing_by(spec)
 
     async def stage(self, image: str) -> str:
-        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; returns where it is
-        now.
+        """Unpacks ``image`` into the node's cache if it is not there yet. Returns the path of its bottom tree.
 
-        It stays until room is needed for others.
+        It stays until the cache needs room for other images.
         """
         access = await self._acquire(image)
         access.release()
@@ -198,7 +196,6 @@ class ApptainerProvider:
         await self._standby.close()
         await self._templates.close()
         await asyncio.to_thread(self.watchdog.close)
-        await asyncio.to_thread(sweep_mounts, self.scratch)
         try:
             self._own.rmdir()
         except OSError:

@@ -75,11 +75,10 @@ class Dispatch:
         """The last claim found no block."""
         return self._looked_at is not None
 
-    def coming(self) -> list[tuple[str, float]]:
-        """Returns the images of what runs and of what starts next here, as far as that is known, each with the
-        sandboxes of it that one node will start."""
+    def coming(self) -> list[str]:
+        """Returns the images of running rollouts and of those that start next here, as far as they are known."""
         tasks: list[PlannedTask] = [*self._scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
-        return list({task.image: (task.image, self._pod.starts(task)) for task in tasks if task.image}.values())
+        return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
         """Has the ledger looked at soon if there is no block: the last rollout here has ended."""
@@ -93,7 +92,6 @@ class Dispatch:
             "op": "start",
             "task": planned.task,
             "images": planned.images,
-            "starts": self._pod.starts(planned),
             "rollout": rollout.to_dict(),
             "attempt": work.attempt,
             "attempts": [vars(attempt) for attempt in history.attempts] if history else [],

@@ -95,7 +95,7 @@ class Master:
         self._draining_since: float | None = None
         self._slow = self._progressed = False
         self._grace_s = DRAIN_S
-        self._announced: list[tuple[str, float]] = []
+        self._announced: list[str] = []
         self._activities = Activities(pod.comm, self.scheduler, self._io)
 
     # --- the loop ---

@@ -86,8 +86,6 @@ class Pod:
     walltime: Walltime = field(default_factory=Walltime)
     pods: int = 1
     """How many the campaign asks for."""
-    starts_a_task: float = 0.0
-    """Sandboxes that one node will start of a task, in the mean; 0 where that is not known."""
 
     def why_drain(self, wait_s: float = 0.0) -> str | None:
         """Returns the word with which the supervisor asks the pod to drain; ``None`` while it does not.
@@ -122,10 +120,6 @@ class Pod:
         """Whether tasks differ in their images."""
         first = next(iter(self.tasks.values()), None)
         return first is not None and first.alike < len(self.tasks)
-
-    def starts(self, planned: PlannedTask) -> float:
-        """Returns the sandboxes of a task's image that one node will start: what unpacking it is weighed against."""
-        return self.starts_a_task * planned.alike
 
     def budget(self) -> CampaignBudget:
         """Returns the watch over limits of the whole campaign."""

@@ -1,7 +1,7 @@
 """Brings images to this node: once each, checked, in the order they will be needed, within a budget.
 
 An image is one copy or several (:mod:`.parts`): of layers, its base and each layer are copies of their own, which other
-images share. In the form ``direct`` a SIF is used where it lies. An image of a store bears its digest in its name, and
+images share. An image of a store bears its digest in its name, and
 so do layers: content is compared with it while it is read for the copy; a copy that is there was compared, so nobody
 reads the image again. Images of no store (a SIF that the campaign file names) are known by path, size and time of
 change.
@@ -22,7 +22,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.budget import budget
-from megaflow_hpc.environments.images.cache.parts import Form, Part, Plan, plan
+from megaflow_hpc.environments.images.cache.parts import Part, Plan, plan
 from megaflow_hpc.environments.images.cache.queue import Queue, Turn
 from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
 from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles
@@ -37,8 +37,10 @@ _GUARD = threading.Lock()
 
 
 class Lease:
-    """The right to use an image on this node until :meth:`release`. ``path``: its tree or its SIF file; ``layers``:
-    directories that lie over it, the topmost first."""
+    """The right to use an image on this node until :meth:`release`.
+
+    ``path`` is its bottom tree. ``layers`` are the trees over it, the topmost first.
+    """
 
     def __init__(
         self, path: str, layers: Sequence[str] = (), cache: ImageCache | None = None, parts: Sequence[Part] = ()
@@ -74,21 +76,24 @@ class ImageCache:
         self._queue = Queue(root, self._shelf.identity)
         self._shelf.budget = budget(self._shelf, budget_bytes, budget_inodes)
         self._files = ImageFiles()
-        self._plans: dict[tuple[str, Form], tuple[ImageFacts, Plan]] = {}
+        self._plans: dict[tuple[str, bool], tuple[ImageFacts, Plan]] = {}
         self._shelf.tidy()
 
     # --- use ----------------------------------------------------------------------------------------------------
 
-    def acquire(self, image: str, form: Form = "tree", *, timeout_s: float = 1800.0) -> Lease:
+    def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> Lease:
         """Returns a lease on ``image``, staged now if it is not here yet. Blocks while another process stages it, and
         while everything that would have to go is in use.
+
+        Args:
+            flat: as one tree, for nodes that cannot stack layers by an overlay.
 
         Raises:
             SandboxError: there is no such image, its content is not what its name says, or there is no room for it.
         """
         if os.path.isdir(image):
             return Lease(os.path.realpath(image))
-        wanted = self._plan(image, form)
+        wanted = self._plan(image, flat)
         if lease := self._held(wanted):
             return lease
         deadline = time.monotonic() + timeout_s
@@ -108,13 +113,11 @@ class ImageCache:
             why = str(error) or "another process that stages it does not get on"
             raise SandboxError(f"{image}: not staged within {timeout_s:g} s: {why}") from None
 
-    def ready(self, image: str, form: Form = "tree") -> Lease | None:
+    def ready(self, image: str, *, flat: bool = False) -> Lease | None:
         """Returns a lease if the image is here already, else ``None``. Never waits; takes some tens of microseconds."""
         if os.path.isdir(image):
             return Lease(os.path.realpath(image))
-        if form == "direct":
-            return None
-        wanted = self._plan(image, form)
+        wanted = self._plan(image, flat)
         if lease := self._held(wanted):
             return lease
         self._mark(wanted.parts)
@@ -127,7 +130,7 @@ class ImageCache:
     def prefetch(
         self,
         images: Sequence[str],
-        form: Form | Callable[[str], Form] = "tree",
+        flat: Callable[[str], bool] = lambda image: False,
         until: Callable[[], bool] = lambda: False,
     ) -> int:
         """Stages ``images`` in the order in which they will be used, while there is room; returns how many of them are
@@ -138,12 +141,10 @@ class ImageCache:
         is left to them. Blocks.
 
         Args:
-            form: that of all, or the form of each.
+            flat: whether an image is used as one tree here.
             until: asked between copies; once it is true nothing more is staged.
         """
-        plans = [
-            self._plan(image, form(image) if callable(form) else form) for image in images if not os.path.isdir(image)
-        ]
+        plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
         wanted = [each.parts for each in plans if each.parts]
         self._shelf.announce(list(dict.fromkeys(part.name for parts in wanted for part in parts)))
         for number, parts in enumerate(wanted):
@@ -154,12 +155,6 @@ class ImageCache:
     def facts(self, image: str) -> ImageFacts:
         """Returns what is known of an image; see :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
-
-    def room(self) -> Room:
-        """Returns what would be left of the budget if everything that nobody uses were removed."""
-        entries = self._shelf.entries()
-        used = self._shelf.in_use()
-        return self._shelf.budget - self._shelf.taken([entry for entry in entries if entry.name in used])
 
     # --- what the verbs show and do -----------------------------------------------------------------------------
 
@@ -200,11 +195,11 @@ class ImageCache:
 
     # --- leases -------------------------------------------------------------------------------------------------
 
-    def _plan(self, image: str, form: Form) -> Plan:
+    def _plan(self, image: str, flat: bool) -> Plan:
         facts = self.facts(image)
-        known = self._plans.get((image, form))
+        known = self._plans.get((image, flat))
         if known is None or known[0] is not facts:
-            known = self._plans[image, form] = (facts, plan(facts, form, self.apptainer))
+            known = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
         return known[1]
 
     def _key(self, part: Part) -> str:
@@ -259,7 +254,7 @@ class ImageCache:
         return Lease(bottom, [self._place(part) for part in wanted.layers], self, wanted.parts)
 
     def _place(self, part: Part) -> str:
-        return f"{self._shelf.root}/images/{part.name}/{part.inside}"
+        return f"{self._shelf.root}/images/{part.name}/rootfs"
 
     def _give_back(self, parts: Sequence[Part]) -> None:
         with _GUARD:

@@ -1,14 +1,13 @@
-"""What of an image is copied to a node: its base and each of its layers, or all of it laid out as one tree.
+"""Lists what a node's cache needs of an image: its trees, or one flat tree of all of them.
 
 ====================  ==========================================  ====================================
-copy                  holds                                       made of
+copy                  contents                                    made from
 ====================  ==========================================  ====================================
 ``<key>-tree``        ``rootfs/``, the image's files              a SIF, or a base and all its layers
-``<key>-sif``         ``image.sif``                               a SIF
 ``<digest>-layer``    ``rootfs/``, an overlay's upper directory   a layer's blob
 ====================  ==========================================  ====================================
 
-A layer that several images have is one copy. Everything that has a digest is compared with it while it is read.
+Images share the copies of their common layers. A base or layer with a digest is compared with it while it is read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.apptainer_build import build
@@ -32,10 +30,6 @@ from megaflow_hpc.host import apptainer as runtime
 from megaflow_hpc.host import child
 from megaflow_hpc.host.files import remove_tree
 
-Form = Literal["tree", "sif", "direct", "whole"]
-"""Of a base: unpacked, the file itself, used where it lies; layers are unpacked beside it. ``whole``: one tree of all,
-which is ``tree`` where there are no layers."""
-
 MARGIN_INODES = 64
 _LAYER_INODES = 8
 """Of a layer's copy, beside its files: its directory, its size, its lock and its marks."""
@@ -43,23 +37,22 @@ _LAYER_INODES = 8
 
 @dataclass(frozen=True)
 class Part:
-    """One copy: ``make(directory)`` writes it, below the name ``inside``, and returns the bytes it has read."""
+    """One copy. ``make(directory)`` writes it to ``directory/rootfs`` and returns the bytes that it has read."""
 
     name: str
     source: str
     """What it is made of, as the log names it."""
     size: Room
-    inside: str
     make: Callable[[Path], int]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an image in one form is made of."""
+    """The trees of one image."""
 
     image: str
     bottom: Part | str
-    """A copy, or what is used where it lies."""
+    """A copy, or the path of a directory that is used without a copy."""
     layers: tuple[Part, ...] = ()
     """Over it, the topmost first."""
 
@@ -69,35 +62,33 @@ class Plan:
         return (*((self.bottom,) if isinstance(self.bottom, Part) else ()), *reversed(self.layers))
 
 
-def plan(facts: ImageFacts, form: Form, apptainer: str) -> Plan:
-    """Returns what has to be on this node for an image in a form."""
-    if facts.is_layered and form == "whole":
-        return Plan(facts.path, _laid_out(facts, apptainer))
+def plan(facts: ImageFacts, apptainer: str, *, flat: bool = False) -> Plan:
+    """Returns the trees that have to be on this node for an image.
+
+    Args:
+        flat: lay an image of layers out as one tree, for nodes that cannot stack them by an overlay.
+    """
     if not facts.is_layered:
-        return Plan(facts.path, _base(facts, form, apptainer))
+        return Plan(facts.path, _base(facts, apptainer))
+    if flat:
+        return Plan(facts.path, _laid_out(facts, apptainer))
     layers = tuple(_layer(facts, layer) for layer in reversed(facts.layers))
     if facts.base is None:
         return Plan(facts.path, layers[-1], layers[:-1])
-    return Plan(facts.path, _base(facts.base, form, apptainer), layers)
+    return Plan(facts.path, _base(facts.base, apptainer), layers)
 
 
-def _base(facts: ImageFacts, form: Form, apptainer: str) -> Part | str:
-    if form == "direct" or os.path.isdir(facts.path):
+def _base(facts: ImageFacts, apptainer: str) -> Part | str:
+    if os.path.isdir(facts.path):
         return facts.path
-    if form == "sif":
-        return Part(f"{facts.key}-sif", facts.path, Room(facts.bytes, 4), "image.sif", lambda at: _copy(facts, at))
     size = Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
-    return Part(
-        f"{facts.key}-tree", facts.path, size, "rootfs", lambda at: _unpack_sif(facts, at / "rootfs", apptainer)
-    )
+    return Part(f"{facts.key}-tree", facts.path, size, lambda at: _unpack_sif(facts, at / "rootfs", apptainer))
 
 
 def _layer(facts: ImageFacts, layer: LayerFacts) -> Part:
     blob = str(layer_path(facts.path, layer.digest))
     size = Room(layer.unpacked_bytes, layer.inodes + _LAYER_INODES)
-    return Part(
-        f"{layer.digest[:40]}-layer", blob, size, "rootfs", lambda at: _unpack_layer(blob, layer, at / "rootfs")
-    )
+    return Part(f"{layer.digest[:40]}-layer", blob, size, lambda at: _unpack_layer(blob, layer, at / "rootfs"))
 
 
 def _laid_out(facts: ImageFacts, apptainer: str) -> Part:
@@ -106,12 +97,7 @@ def _laid_out(facts: ImageFacts, apptainer: str) -> Part:
         found = _measure(facts.base.path)
         bytes_, inodes = bytes_ + found.bytes, inodes + found.inodes
     size = Room(bytes_, inodes + MARGIN_INODES)
-    return Part(f"{facts.key}-tree", facts.path, size, "rootfs", lambda at: _lay_out(facts, at, apptainer))
-
-
-def _copy(facts: ImageFacts, place: Path) -> int:
-    read_checked(facts, place / "image.sif")
-    return facts.bytes
+    return Part(f"{facts.key}-tree", facts.path, size, lambda at: _lay_out(facts, at, apptainer))
 
 
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:

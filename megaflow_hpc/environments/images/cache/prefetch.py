@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.parts import Form
 from megaflow_hpc.errors import MegaflowError
 
 
@@ -15,12 +14,12 @@ class Prefetcher:
     """One thread that stages what will be needed next, as far as there is room.
 
     Args:
-        form_of: in which form an image will be used here.
+        is_flat: whether an image is used as one tree here.
     """
 
-    def __init__(self, images: ImageCache, form_of: Callable[[str], Form]) -> None:
+    def __init__(self, images: ImageCache, is_flat: Callable[[str], bool]) -> None:
         self._images = images
-        self._form_of = form_of
+        self._is_flat = is_flat
         self._order: Sequence[str] | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -52,7 +51,7 @@ class Prefetcher:
                     return
                 order, self._order = self._order or [], None
             try:
-                self._images.prefetch(order, self._form_of, until=lambda: self._closed or self._order is not None)
+                self._images.prefetch(order, self._is_flat, until=lambda: self._closed or self._order is not None)
             except (MegaflowError, OSError) as error:
                 # Whoever needs the image will meet the same, and say it where it counts.
                 print(f"staging ahead: {error}", file=sys.stderr, flush=True)
