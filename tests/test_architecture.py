@@ -49,8 +49,7 @@ DOORS: dict[str, str] = {
     "environments/sandbox/rootfs",
     "environments/sandbox/commands": "environments/sandbox",
     "environments/sandbox/limits": "environments/sandbox environments/sandbox/commands",
-    "environments/sandbox/rootfs": "environments/images environments/images/cache environments/images/layers "
-    "environments/sandbox",
+    "environments/sandbox/rootfs": "environments/images/cache environments/images/layers environments/sandbox",
     # Task formats are peers; they know sandboxes, and no pod.
     "tasks": "config environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",

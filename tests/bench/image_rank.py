@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.host.apptainer import find_apptainer
 
 

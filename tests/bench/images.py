@@ -160,7 +160,7 @@ class Node:
 def _bytes_below(path: Path) -> int:
     """Blocks that the copies of a cache take on disk, those being written included."""
     total = 0
-    for room in ("images", "partial"):
+    for room in ("images", "work"):
         for directory, _, files in os.walk(path / room):
             for file in files:
                 try:

@@ -233,12 +233,10 @@ def test_a_scratch_directory_that_a_stranger_laid_out_takes_nothing_of_ours(shar
             shared,
             ("directory", f"{name}/cache", ""),
             ("directory", f"{name}/owners/1-1/s1", ""),
-            ("directory", f"{name}/mounts/0-1", ""),
-            ("link", f"{name}/cache/partial", str(home)),
-            ("link", f"{name}/cache/trash", str(home)),
+            ("link", f"{name}/cache/work", str(home)),
+            ("link", f"{name}/cache/users", str(home)),
             ("link", f"{name}/owners/2-2", str(home)),
             ("file", f"{name}/owners/1-1/s1/owner", f"{identity}\n"),
-            ("file", f"{name}/mounts/0-1/holder", f"{identity}\n"),
         )
         done = janitor(shared)
         assert (home / "thesis" / "chapter").read_text() == "words"

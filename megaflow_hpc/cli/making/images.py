@@ -252,12 +252,12 @@ def _list(arguments: argparse.Namespace) -> int:
                     row["name"],
                     megabytes(row["bytes"]),
                     row["inodes"],
-                    row["made"],
                     "in use" if row["in_use"] else "",
+                    row["image"],
                 )
                 for row in copies
             ]
-            say(table(("copy", "MB", "files", "times made", ""), lines))
+            say(table(("copy", "MB", "files", "", "made from"), lines))
         return 0
     from megaflow_hpc.environments.images.sharing import own_bytes
 

@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
+from megaflow_hpc.environments.images.cache import index
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
@@ -37,7 +37,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
         raise SiteError(f"{scratch}: not a directory of this user's alone; others may have put something there")
     if is_private(cache := Path(scratch) / "cache"):
         with suppress(OSError):
-            Shelf(cache, Room(0, 0)).tidy()
+            index.tidy(cache)
     if not is_private(Path(scratch) / "owners"):
         return counts
     try:

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.sandbox import helper_python, probe
 from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_terminal
 from megaflow_hpc.environments.sandbox.janitor import sweep

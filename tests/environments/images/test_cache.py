@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
-from megaflow_hpc.environments.images.cache import parts
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache import artifacts
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.images.image_file import ImageFacts
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity
 from tests.support.small_images import SmallImages
 
 MB = 1_000_000
@@ -88,7 +88,7 @@ def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
     images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner of a store can replace a file at any instant, with the same size and time of change."""
-    cache, compare = open_cache(), parts.read_checked
+    cache, compare = open_cache(), artifacts.read_checked
     before = os.stat(images[0])
 
     def compare_and_replace(facts: ImageFacts, *rest: Any) -> None:
@@ -98,7 +98,7 @@ def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
         os.utime(images[0], ns=(before.st_atime_ns, before.st_mtime_ns))
 
     os.chmod(images[1], 0o644)
-    monkeypatch.setattr(parts, "read_checked", compare_and_replace)
+    monkeypatch.setattr(artifacts, "read_checked", compare_and_replace)
     found = cache.acquire(images[0])
     assert Path(found.path, "etc", "number").read_text().strip() == "0"
     assert sorted(os.listdir(Path(found.path).parent)) == ["entry.json", "rootfs"]
@@ -235,7 +235,7 @@ def test_of_many_ranks_one_stages_and_the_others_wait_for_it(
         rank.wait()
     assert [row["in_use"] for row in cache.list()] == [False]  # neither the killed nor the ended hold anything
     assert cache.clear() > 0
-    for room in ("images", "locks", "leases", "partial", "trash", "reserved"):
+    for room in ("images", "work"):
         assert os.listdir(tmp_path / "cache" / room) == [], room
 
 
@@ -273,14 +273,12 @@ def test_a_killed_stager_blocks_nobody_and_leaves_nothing(
     stager.wait()
     waiter.join(60)
     assert Path(found[0], "etc", "number").read_text().strip() == "0"
-    cache = open_cache()
-    for room in ("partial", "trash", "reserved", "queue"):
-        assert os.listdir(tmp_path / "cache" / room) == [], room
-    (tmp_path / "cache" / "orders" / ".1-1.1.abcd").write_text("half")
-    (tmp_path / "cache" / "locks" / "of-no-copy").touch()
+    (tmp_path / "cache" / "users" / "1-1.abcd").write_text("of a process that is gone")
+    (tmp_path / "cache" / "work" / "1-1.abcd").write_text("half")
     open_cache()
-    assert os.listdir(tmp_path / "cache" / "orders") == []
-    assert [name.endswith("-tree") for name in os.listdir(tmp_path / "cache" / "locks")] == [True]
+    assert os.listdir(tmp_path / "cache" / "work") == []
+    own = Identity.of(os.getpid())
+    assert {name.partition(".")[0] for name in os.listdir(tmp_path / "cache" / "users")} <= {str(own)}
 
 
 def test_leases_of_one_process_count_together(images: list[str], open_cache: Callable[..., ImageCache]) -> None:

@@ -54,8 +54,10 @@ def seen(*directories: str) -> set[str]:
 
 
 def nothing_is_left(cache: Path) -> None:
-    for room in ("partial", "trash", "reserved", "queue", "leases"):
-        assert os.listdir(cache / room) == [], room
+    assert os.listdir(cache / "work") == []
+    for user in (cache / "users").iterdir():
+        state = json.loads(user.read_bytes())
+        assert (state["uses"], state["makes"], state["waits_since_ns"]) == ([], {}, None)
 
 
 def test_an_image_is_its_base_and_its_layers_and_others_share_them(
@@ -231,7 +233,7 @@ def test_of_many_processes_at_once_each_part_is_staged_by_one(
     layers = {layer.digest: layer.bytes for image in images for layer in read_layered(image).layers}
     assert sum(copied) == os.path.getsize(bases[0]) + sum(layers.values())
     cache = open_cache()
-    assert [row["made"] for row in cache.list()] == [1] * 6
+    assert len(cache.list()) == 6
     cache.clear()
     nothing_is_left(tmp_path / "cache")
 
