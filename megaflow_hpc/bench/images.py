@@ -1,9 +1,9 @@
-"""Images: what is copied when a node runs far more images than it has room for.
+"""Measures how much is copied to a node that runs far more images than its cache can hold.
 
-Small but real images (Apptainer built the first; the others differ in content and digest) lie in a store. Ranks, one
-process each, lease them in the order in which the scheduler of a pod starts their rollouts, and stage ahead in that
-order, into one cache that may take a tenth of all. A perfect order reads every image once. The rollouts themselves are
-simulated: each holds its image for some milliseconds. All of it comes with the sources (``tests/bench/images.py``).
+The images are small but real: Apptainer built the first, and the others differ in content and digest. Ranks, one
+process each, lease them in the order in which a pod's scheduler starts their rollouts. They also prefetch in that
+order, into one cache that holds a tenth of the images. A perfect order reads every image once. The rollouts are
+simulated: each holds its image for some milliseconds. The code comes with the sources (``tests/bench/images.py``).
 """
 
 from __future__ import annotations

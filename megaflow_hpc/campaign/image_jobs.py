@@ -24,10 +24,10 @@ from megaflow_hpc.campaign.job_environment import site_environment
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.environments.builds.forecast import foretell
+from megaflow_hpc.environments.images.disk_quota import VARIABLE
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.room import VARIABLE
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree

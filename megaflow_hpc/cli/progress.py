@@ -13,7 +13,7 @@ from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
 from megaflow_hpc.texts import in_one_line, printable
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.build_progress import BuildProgress
 
 
 class Progress:
@@ -109,7 +109,7 @@ class ImageProgress:
             live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         self._said = time.monotonic()
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Shows how far it is."""
         if state.looked_up < state.total:
             self._now(f"images: {state.looked_up} of {state.total} looked up")
@@ -187,7 +187,7 @@ class PlanProgress(ImageProgress):
         with self._guard:
             super().say(line)
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Shows how far the making of images is."""
         with self._guard:
             super().show(state)

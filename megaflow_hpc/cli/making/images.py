@@ -259,7 +259,7 @@ def _list(arguments: argparse.Namespace) -> int:
             ]
             say(table(("copy", "MB", "files", "", "made from"), lines))
         return 0
-    from megaflow_hpc.environments.images.sharing import own_bytes
+    from megaflow_hpc.environments.images.pruning import own_bytes
 
     store = images_make.open_images(arguments).store
     names, sizes = store.names(), own_bytes(store)
@@ -287,7 +287,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.images.sharing import DAY_S, prune
+    from megaflow_hpc.environments.images.pruning import DAY_S, prune
     from megaflow_hpc.errors import ConfigError, SiteError
 
     if arguments.staged:

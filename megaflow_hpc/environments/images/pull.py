@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.apptainer_build import SIF_OPTIONS, build
+from megaflow_hpc.environments.images.atomic_files import locked
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry.client import NoAnswer
 from megaflow_hpc.environments.images.registry.image import RemoteImage, describe, fetch
@@ -28,10 +28,9 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 SPARE = 1 << 30
 """Bytes that a pull leaves free."""
-EVERY_S = 2.0
-"""Between two lines of progress."""
-LOOKS_S = 10.0
-"""After so long with registries nobody is asked any more about what is only to be told."""
+REPORT_INTERVAL_S = 2.0
+PREVIEW_TIMEOUT_S = 10.0
+"""Forecasts stop to ask registries after this time, because they are a courtesy."""
 
 Say = Callable[[str], None]
 
@@ -75,12 +74,12 @@ class Looks:
     """Asks registries what pulls would bring: of each image once, and none again that did not answer.
 
     Args:
-        quick: The answer is a courtesy: each registry has one try and a few seconds, all together :data:`LOOKS_S`.
+        quick: for forecasts: ask each registry once and for a few seconds, all for :data:`PREVIEW_TIMEOUT_S` at most.
     """
 
     def __init__(self, quick: bool = True) -> None:
         self._quick = quick
-        self._left_s = LOOKS_S if quick else math.inf
+        self._left_s = PREVIEW_TIMEOUT_S if quick else math.inf
         self._found: dict[Reference, RemoteImage | None] = {}
         self._silent: set[str] = set()
         """Registries that did not answer."""
@@ -171,7 +170,7 @@ class _Progress:
                     "MEGAFLOW_IMAGE_STORE to a larger place"
                 )
             self.say(f"{self.source}: {total / 1e6:.1f} MB to fetch" if total else f"{self.source}: fetching")
-        elif now - self._said >= EVERY_S:
+        elif now - self._said >= REPORT_INTERVAL_S:
             self._said = now
             left = (total - done) * (now - self._start) / done
             self.say(f"{self.source}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {left:.0f} s left")

@@ -89,10 +89,10 @@ class _User:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a process does about the missing copies of an image."""
+    """The missing copies of an image, divided by the process that makes them."""
 
     own: Sequence[str]
-    """It makes these."""
+    """This process makes these."""
     others: Sequence[str]
     """Other threads or processes are making these."""
 

@@ -187,7 +187,7 @@ class ImageAccess:
 
     def _can_stack(self, layers: int) -> bool:
         scratch = str(self._scratch)
-        if layers >= overlay.MOST_LOWERS or overlay.odd(scratch):
+        if layers >= overlay.MAX_LOWERS or overlay.odd(scratch):
             return False
         return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(scratch)
 
