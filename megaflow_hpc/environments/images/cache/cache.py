@@ -66,7 +66,7 @@ class ImageCache:
         self._files = ImageFiles()
         self._plans: dict[tuple[str, bool], tuple[ImageFacts, ImagePlan]] = {}
         self._claiming = threading.Lock()
-        """Held by the one thread of this process that waits for room."""
+        """Held by the one thread of this process that asks or waits for room."""
         self._guard = threading.Lock()
 
     # --- use ----------------------------------------------------------------------------------------------------
@@ -217,17 +217,24 @@ class ImageCache:
             )
 
     def _claim(self, wanted: ImagePlan, deadline: float) -> Claim | None:
-        """Waits for room, after the processes and threads that came before. Returns ``None`` if the image is here."""
-        claim = self._index.claim(wanted.sizes)
-        if claim is not None:
-            return claim
+        """Waits for room, after the processes and threads that came before.
+
+        Returns:
+            ``None`` if other threads or processes have made all copies, or are making them.
+        """
         full = f"everything in {self._index.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
+        # One thread at a time: the samples of a task ask for the same image at the same time.
         while not self._claiming.acquire(timeout=POLL_INTERVAL_S[1]):
-            if self._index.has_all(wanted.names):
+            if not self._index.unclaimed(wanted.names):
                 return None
             if time.monotonic() >= deadline:
                 raise TimeoutError(full)
         try:
+            if not self._index.unclaimed(wanted.names):
+                return None
+            claim = self._index.claim(wanted.sizes)
+            if claim is not None:
+                return claim
             with self._index.waiting():
                 pause = POLL_INTERVAL_S[0]
                 while (claim := self._index.claim(wanted.sizes, queued=True)) is None:

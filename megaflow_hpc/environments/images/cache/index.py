@@ -392,9 +392,12 @@ class CacheIndex:
             os.close(descriptor)
 
     def _write(self) -> None:
-        """Replaces this cache's file in ``users``. Call with the guard held."""
+        """Replaces this cache's file in ``users``. Removes it if there is nothing to note. Call with the guard held."""
         state = self._state
         state.uses = list(self._uses)
+        if not (state.uses or state.wants or state.makes or state.waits_since_ns):
+            self._file.unlink(missing_ok=True)
+            return
         content = {
             "uses": state.uses,
             "wants": list(state.wants),
