@@ -62,15 +62,12 @@ If a call omits a sampling option, the gateway sends the policy's setting. In a 
 """
 
 APIS = {
-    "/v1/chat/completions": (
-        "CHAT",
-        "OpenAI's chat completions. The gateway converts the messages and responses APIs to it.",
-    ),
-    "/v1/completions": ("COMPLETIONS", "OpenAI's completions of a prompt."),
-    "/v1/messages": ("MESSAGES", "Anthropic's messages, and `/v1/messages/count_tokens`."),
-    "/v1/responses": ("RESPONSES", "OpenAI's responses."),
+    "/chat/completions": "OpenAI's chat completions. The gateway converts the messages and responses APIs to it.",
+    "/completions": "OpenAI's completions of a prompt.",
+    "/messages": "Anthropic's messages, and `/v1/messages/count_tokens`.",
+    "/responses": "OpenAI's responses.",
 }
-"""Path → name of its table of options, and a description."""
+"""Path below ``/v1`` → description."""
 
 
 def main() -> int:
@@ -104,11 +101,11 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def options() -> Iterator[str]:
     """Yields the lines of the page on options of a model call."""
-    from megaflow_hpc.model.gateway.dialects import options as tables
+    from megaflow_hpc.model.gateway.dialects import TABLES
 
-    for path, (name, what) in APIS.items():
+    for path, what in APIS.items():
         yield from (
-            f"## `{path}`",
+            f"## `/v1{path}`",
             "",
             what,
             "",
@@ -116,8 +113,8 @@ def options() -> Iterator[str]:
             "| --- | --- | --- |",
         )
         rows: dict[tuple[str, str], list[str]] = {}
-        for option, entry in sorted(getattr(tables, name).items()):
-            constrains = (tables.CHAT[entry.becomes] if entry.becomes else entry).constrains
+        for option, entry in sorted(TABLES[path].items()):
+            constrains = (TABLES["/chat/completions"][entry.becomes] if entry.becomes else entry).constrains
             if entry.refused:
                 fate = f"error 400 unless it is empty: {entry.refused}"
             elif not entry.passed:

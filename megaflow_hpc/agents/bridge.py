@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Stopped(BaseException):
+class AgentStopped(BaseException):
     """Raised in the agent's thread once the rollout is cancelled; an agent's ``except Exception`` does not catch it."""
 
 
-class Bridge:
+class SandboxBridge:
     """Connects one agent's thread with the event loop in which it is made."""
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Bridge:
         with self._lock:
             if self._stopped:
                 work.close()
-                raise Stopped
+                raise AgentStopped
             self._pending = asyncio.run_coroutine_threadsafe(work, self._loop)
             pending: concurrent.futures.Future[T] = self._pending
         try:
             return pending.result()
         except concurrent.futures.CancelledError:
-            raise Stopped from None
+            raise AgentStopped from None
 
     def stop(self) -> None:
         """Cancels the work that the thread waits for, and refuses any further."""
@@ -67,7 +67,7 @@ class Bridge:
         def body() -> None:
             try:
                 outcome: tuple[T | None, BaseException | None] = (program(), None)
-            except Stopped:
+            except AgentStopped:
                 outcome = (None, RuntimeError("the rollout was cancelled"))
             except BaseException as error:
                 outcome = (None, error)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megaflow_hpc.agents.bridge import Bridge
+from megaflow_hpc.agents.bridge import SandboxBridge
 from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient, Suspended
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
@@ -72,7 +72,7 @@ class MiniSweAgent:
         """
         if model is None:
             raise ConfigError("agent mini-swe-agent needs a model; the campaign names none")
-        bridge = Bridge()
+        bridge = SandboxBridge()
         system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
             model_part = _Model(client, bridge, self._config.get("model", {}), model.model_name)
@@ -112,7 +112,7 @@ class MiniSweAgent:
 class _Model:
     """mini-swe-agent's Model: text in, one shell command out."""
 
-    def __init__(self, client: ChatClient, bridge: Bridge, config: Mapping[str, Any], name: str) -> None:
+    def __init__(self, client: ChatClient, bridge: SandboxBridge, config: Mapping[str, Any], name: str) -> None:
         self._client, self._bridge, self._settings = client, bridge, config
         self.config = SimpleNamespace(model_name=name)
 
@@ -166,7 +166,7 @@ class _Environment:
     command_timeout_s = COMMAND_TIMEOUT_S
 
     def __init__(
-        self, sandbox: Sandbox, bridge: Bridge, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
+        self, sandbox: Sandbox, bridge: SandboxBridge, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
     ) -> None:
         self._sandbox, self._bridge, self._system = sandbox, bridge, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}

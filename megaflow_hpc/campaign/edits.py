@@ -74,8 +74,7 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
     """Returns a sentence if journals are gone whose rollouts are not in a trajectories.h5 either."""
     if run.trajectories.exists():
         return []
-    files = [*run.journal.glob("*.journal"), *run.shards.glob("*")]
-    there = {".".join(path.name.split(".")[:2]) for path in files}  # <pod>.<start>
+    there = {path.name.removesuffix(".journal") for path in run.journal.glob("*.journal")}  # <pod>.<start>
     lost = {name: stored(run, name, lease) for name, lease in ledger.leases().items() if name not in there}
     lost = {name: count for name, count in lost.items() if count}
     if not lost:

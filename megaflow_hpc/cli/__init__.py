@@ -28,7 +28,7 @@ GROUPS = {
     "campaigns.init": ("init",),
     "campaigns.check": ("check",),
     "campaigns.start": ("plan", "run", "submit"),
-    "campaigns.change": ("resume", "scale", "cancel", "gather"),
+    "campaigns.control": ("resume", "scale", "cancel", "gather"),
     "runs.listing": ("list",),
     "runs.status": ("status",),
     "runs.watch": ("watch",),
@@ -46,7 +46,6 @@ GROUPS = {
     "making.images": ("images",),
     "runs.weights": ("weights",),
     "janitor": ("janitor",),
-    "bench": ("bench",),
     "completion": ("completion",),
     "help": ("help",),
 }
@@ -60,7 +59,7 @@ SECTIONS = {
     "go on, or end it": ("resume", "scale", "weights", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),
-    "the site, and this program": ("doctor", "bench", "janitor", "completion", "help"),
+    "the site, and this program": ("doctor", "janitor", "completion", "help"),
 }
 """What people do, and its verbs, as ``--help`` shows them."""
 

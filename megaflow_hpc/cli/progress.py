@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import threading
 import time
@@ -10,13 +12,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
+from megaflow_hpc.resources import resource
 from megaflow_hpc.texts import in_one_line, printable
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.build_progress import BuildProgress
 
 
-class Progress:
+class ProgressLine:
     """Shows a campaign's status on stderr: a bar on a terminal, a line now and then in a log."""
 
     LINE_EVERY_S = 15.0
@@ -153,10 +156,18 @@ class PlanProgress(ImageProgress):
     """Shows on stderr what planning is at, and with which images: nothing is silent for longer than two seconds.
 
     Steps that take less are not named in a log.
+
+    Args:
+        campaign: the file that is planned, for the command that builds its images on compute nodes.
     """
 
-    def __init__(self) -> None:
+    MANY_IMAGES = 4
+    """Missing images from which a job array is suggested in place of a build on the login node."""
+    MAX_SHARES = 16
+
+    def __init__(self, campaign: str | None = None) -> None:
         super().__init__()
+        self._campaign = campaign
         self._step, self._detail, self._since = "", "", time.monotonic()
         self._guard = threading.RLock()
         self._over = threading.Event()
@@ -191,6 +202,19 @@ class PlanProgress(ImageProgress):
         """Shows how far the making of images is."""
         with self._guard:
             super().show(state)
+            if self._campaign and state.to_make >= self.MANY_IMAGES:
+                self._suggest_jobs(self._campaign, state.to_make)
+                self._campaign = None
+
+    def _suggest_jobs(self, campaign: str, images: int) -> None:
+        """Prints how to build images on compute nodes, because builds may be unwelcome on a login node."""
+        from megaflow_hpc.slurm.site import has_slurm
+
+        if not has_slurm() or "SLURM_JOB_ID" in os.environ:
+            return
+        script = resource("sbatch/build_images.sbatch")
+        command = shlex.join(["sbatch", f"--array=1-{min(images, self.MAX_SHARES)}", str(script), campaign])
+        self.say(f"the images are built here; to build them on compute nodes, press Ctrl-C and run: {command}")
 
     def _beat(self) -> None:
         while not self._over.wait(self.EVERY_S / 4):

@@ -1,7 +1,7 @@
-"""What a campaign was, as figures, pictures and one page: rewards, durations, failures, cost, stragglers, transcripts.
+"""Reports on campaigns: figures, charts and one page about rewards, durations, failures, cost and transcripts.
 
-In come run directories (trajectories, events, leases, commits of trainers) and what Slurm's accounting says of their
-jobs; out come :class:`~megaflow_hpc.report.figures.RunFigures`, typed and bounded, and of them alone charts
-(``charts``), a page that needs no network (``page``), PNGs and the text of Prometheus' format (``prometheus``). Only
-``cli`` calls it. Everything that tasks, agents and models wrote is hostile: it reaches a page as text, never as markup.
+The input is run directories (trajectories, events, leases, commits of trainers) and Slurm's accounting of their jobs.
+:class:`~megaflow_hpc.report.figures.RunFigures` are computed from it, typed and bounded. Charts (``charts``), a page
+that needs no network (``page``), PNGs and Prometheus' text format (``prometheus``) are made from these figures alone.
+Only ``cli`` calls this room. All text of tasks, agents and models is hostile: a page shows it as text, never as markup.
 """

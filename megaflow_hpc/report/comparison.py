@@ -1,9 +1,9 @@
-"""Campaigns beside one another: the first is what the others are compared with, policy by policy and task by task.
+"""Compares campaigns with the first one, policy by policy and task by task.
 
-Policies of one name are compared; where two runs have one policy each, these are, whatever they are called. A
-difference is made of the tasks that both have rated, each counting once, and its 95 % interval is that of paired
-differences (Student over tasks). Where all tasks differ by the same, which says nothing of their spread, it is as wide
-as Wilson's interval of tasks that differ otherwise, of which none was seen.
+Policies with the same name are compared. If two runs have one policy each, these are compared whatever their names.
+A difference is the mean over the tasks that both runs have rated, each task counting once. Its 95 % interval is that
+of paired differences (Student over tasks). If all tasks differ by the same amount, the sample says nothing about the
+spread. The interval is then as wide as Wilson's interval for tasks that differ otherwise, of which none was seen.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from megaflow_hpc.report.series import significant
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """A policy of a run against that of the first run: mean rewards of the tasks that both have rated."""
+    """Mean rewards of one policy compared with those of the first run, over the tasks that both have rated."""
 
     run: str
     policy: str
     against_run: str
     against_policy: str
     tasks: int
-    """That both have rated; 0 where there is nothing to compare."""
+    """Number of tasks that both have rated; 0 if there is nothing to compare."""
     tasks_only_here: int = 0
     tasks_only_there: int = 0
     mean: float | None = None
-    """Of this run, over the tasks that both have."""
+    """Mean reward of this run over those tasks."""
     against_mean: float | None = None
     difference: float | None = None
     low: float | None = None
     high: float | None = None
     better: int = 0
-    """Tasks whose mean reward is higher here."""
+    """Tasks whose mean reward is higher in this run."""
     worse: int = 0
     changed: list[str] = []
     """The tasks that changed most, best first: ``task +1``."""
@@ -45,7 +45,7 @@ CHANGED = 12
 
 
 def labels_of(runs: Sequence[RunFigures]) -> list[str]:
-    """Returns a short name of each run, each another."""
+    """Returns a short name for each run; no two are equal."""
     names = [run.campaign or run.run for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -103,7 +103,7 @@ def _difference(
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of paired differences, at least one; see the module."""
+    """Returns the 95 % interval of the mean of at least one paired difference, as the module describes it."""
     known = mean_interval(differences)
     if known is not None:
         return known

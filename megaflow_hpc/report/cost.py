@@ -1,7 +1,7 @@
-"""What a campaign held and what that cost: hours of cores and GPUs, their price, and how much of them was used.
+"""Cost of a campaign: hours of cores and GPUs, their price, and how much of them was used.
 
-With Slurm's accounting every start of every job is known; without it pods say their core-seconds in their leases, and
-engine servers their GPU-seconds in files of their own, which is all that is known then.
+Slurm's accounting knows every start of every job. Without accounting, the cost comes from the core-seconds in the
+leases of pods and the GPU-seconds in the files of engine servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOUR = 3600.0
 
 
 class Prices(msgspec.Struct, kw_only=True):
-    """What an hour costs; ``None`` where nobody has said."""
+    """Prices of an hour; ``None`` if not given."""
 
     core_hour: float | None = None
     gpu_hour: float | None = None
@@ -28,27 +28,27 @@ class Prices(msgspec.Struct, kw_only=True):
 
 
 class HeldHours(msgspec.Struct, kw_only=True):
-    """Hours that were held."""
+    """Hours that jobs held."""
 
     core_hours: float = 0.0
     gpu_hours: float = 0.0
     idle_core_hours: float | None = None
-    """Of them, those that were idle (:mod:`megaflow_hpc.monitor.usage`); ``None`` without accounting."""
+    """Idle hours among them (:mod:`megaflow_hpc.monitor.usage`); ``None`` without accounting."""
     idle_gpu_hours: float | None = None
     price: float | None = None
 
 
 class RoleCost(HeldHours, kw_only=True):
-    """What the jobs of one role held."""
+    """Hours that the jobs of one role held."""
 
     role: str
     """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
     jobs: int = 0
-    """Starts of array elements or plain jobs; 0 where accounting is not there to count them."""
+    """Starts of array elements or plain jobs; 0 without accounting."""
 
 
 class JobFigures(msgspec.Struct, kw_only=True):
-    """One start of one job, as ``seff`` would show it."""
+    """One start of one job, as ``seff`` shows it."""
 
     job: str
     role: str
@@ -57,27 +57,27 @@ class JobFigures(msgspec.Struct, kw_only=True):
     cores: int
     gpus: int
     cpu_efficiency: float | None = None
-    """CPU time over time of the cores held, 0 to 1."""
+    """CPU time divided by the core time held, 0 to 1."""
     memory_asked_mb: float | None = None
     memory_peak_mb: float | None = None
     memory_efficiency: float | None = None
 
 
 class Cost(HeldHours, kw_only=True):
-    """What a campaign cost."""
+    """Cost of a campaign."""
 
     source: str
-    """``accounting``: Slurm's; ``reports``: what pods and engines said of themselves; ``none``."""
+    """``accounting``: from Slurm; ``reports``: from pods and engine servers; ``none``."""
     price_per_rollout: float | None = None
     price_per_passed: float | None = None
     currency: str = ""
     cpu_efficiency: float | None = None
-    """Over all jobs whose CPU time is known."""
+    """Efficiency over all jobs whose CPU time is known."""
     memory_efficiency: float | None = None
-    """Peak over asked, weighted by what was asked."""
+    """Peak memory divided by requested memory, weighted by the request."""
     roles: list[RoleCost] = []
     jobs: list[JobFigures] = []
-    """Those that held most core-seconds first."""
+    """The jobs that held the most core-seconds, largest first."""
     jobs_left_out: int = 0
 
 
@@ -92,12 +92,12 @@ def cost_of(
     stored: int,
     passed: int,
 ) -> Cost:
-    """Returns what a run cost.
+    """Returns the cost of a run.
 
     Args:
-        uses: what accounting says of its jobs; empty where there is none.
-        rollouts: each attempt at a rollout: the job id of the pod where it ran, and when; for what was idle.
-        stored, passed: rollouts among which the price is shared.
+        uses: accounting of its jobs; empty without accounting.
+        rollouts: job id of the pod and span of each attempt, for the idle time.
+        stored, passed: numbers of rollouts that share the price.
     """
     found = _of_accounting(uses, rollouts) if uses else _of_reports(run) if run else Cost(source="none")
     found.currency = prices.currency

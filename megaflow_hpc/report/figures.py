@@ -1,10 +1,10 @@
-"""The figures of one run, typed and bounded: what ``report --json`` prints, and what charts and tables are made of.
+"""The figures of one run, typed and bounded. ``report --json`` prints them; charts and tables are made from them.
 
     figures = figures_of("runs/fix-bugs-…")
     figures.policies[0].evaluation["mean"], figures.phases[0].seconds.p90
 
-Nothing is asked of Slurm here; who has its accounting hands it in. Tasks and pods are all there; of what may be as many
-as rollouts (errors, stragglers, jobs, points of curves) the most are kept, as constants of their modules say.
+This module does not query Slurm; the caller passes its accounting. All tasks and pods are included. Lists that could
+grow with the rollouts (errors, stragglers, jobs, points of curves) are bounded by constants of their modules.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megaflow_hpc.report.cost import Cost, Prices, cost_of
 from megaflow_hpc.report.pods import Events, read_events
 from megaflow_hpc.report.policies import (
     STATES,
+    LatencyStage,
     Phase,
     PolicyFigures,
-    Stage,
     TaskFigures,
     phases_of,
     policy_figures,
@@ -47,7 +47,7 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore, open_trajec
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
-    """One run."""
+    """The figures of one run."""
 
     run: str
     """Name of the run directory, or of the file."""
@@ -55,22 +55,22 @@ class RunFigures(msgspec.Struct, kw_only=True):
     state: str
     versions: dict[str, Any]
     total: int
-    """Rollouts of the campaign, as far as is known."""
+    """Rollouts of the campaign, as far as known."""
     stored: int
     states: dict[str, int]
     started_at: float
-    """Of the first rollout, seconds UTC; 0 without one."""
+    """Start of the first rollout, seconds UTC; 0 without one."""
     seconds: float
-    """From the first rollout's start to the last one's end."""
+    """Seconds from the start of the first rollout to the end of the last one."""
     tail_seconds: float
-    """From when 95 % of the rollouts had ended to the last one's end."""
+    """Seconds from the moment when 95 % of the rollouts had ended to the end of the last one."""
     rollouts_per_hour: float
     policies: list[PolicyFigures]
     phases: list[Phase]
-    stages: list[Stage]
-    """Empty where rollouts are added while the campaign runs, and where nothing says when it was planned."""
+    stages: list[LatencyStage]
+    """Empty if rollouts are added while the campaign runs, or if its planning time is unknown."""
     unphased: int
-    """Rollouts carried out whose phases were not recorded."""
+    """Rollouts that were carried out and have no recorded phases."""
     concurrency: Concurrency
     pods: list[PodFigures]
     tasks: list[TaskFigures]
@@ -78,19 +78,18 @@ class RunFigures(msgspec.Struct, kw_only=True):
     failures_by_kind: dict[str, int]
     failures_by_node: dict[str, int]
     repeated: dict[str, int]
-    """Attempts that failed and were made again, by cause."""
-    copies: int
+    """Failed attempts that were repeated, by cause."""
     stragglers: list[Straggler]
     cost: Cost
     training: list[TrainingCurve] = []
 
 
-class Loaded:
-    """A run whose figures are made: the figures, and the open store behind them. A context manager.
+class LoadedRun:
+    """A run with its figures and the open store behind them. A context manager.
 
     Args:
         path: a run directory, finished or not, or a ``trajectories.h5``.
-        uses: what accounting says of its jobs.
+        uses: accounting of its jobs.
 
     Raises:
         ConfigError: ``path`` is neither, or is damaged.
@@ -109,7 +108,7 @@ class Loaded:
             self.store.close()
             raise
 
-    def __enter__(self) -> Loaded:
+    def __enter__(self) -> LoadedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,7 +118,7 @@ class Loaded:
         rows, events = self.rollouts, self.events
         settings = evaluation_of(record, self.store)
         self.threshold = settings.threshold
-        """Reward from which a rollout has passed."""
+        """Minimum reward of a rollout that has passed."""
         policies = [policy_figures(rows, name, settings) for name in rows.policy.names]
         states = {state: int(rows.status.where(state).sum()) for state in STATES}
         began = float(rows.started_at.min()) if len(rows) else 0.0
@@ -154,7 +153,6 @@ class Loaded:
             failures_by_kind=counted(rows.error_kind.names, rows.error_kind.codes[failed]),
             failures_by_node=counted(rows.node.names, rows.node.codes[failed]),
             repeated=dict(sorted(events.repeated.items())),
-            copies=events.copies,
             stragglers=stragglers_of(rows),
             cost=cost_of(self.run, uses, worked(self.store, rows) if uses else [], prices, len(rows), passed),
             training=curves_of(self.run, record) if self.run else [],
@@ -172,13 +170,13 @@ class Loaded:
 
 
 def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices: Prices | None = None) -> RunFigures:
-    """Returns the figures of a run directory or a ``trajectories.h5``; see :class:`Loaded`."""
-    with Loaded(path, uses, prices) as loaded:
+    """Returns the figures of a run directory or a ``trajectories.h5``; see :class:`LoadedRun`."""
+    with LoadedRun(path, uses, prices) as loaded:
         return loaded.figures
 
 
 def evaluation_of(record: RunRecord, store: TrajectoryStore) -> EvaluationConfig:
-    """Returns the campaign's section ``evaluation``; the default of a file that does not say."""
+    """Returns the campaign's section ``evaluation``, or the default if the file has none."""
     said = record.campaign
     if not said and isinstance(store.source, Hdf5Source):
         said = attribute(store.source.file, "config")
@@ -189,5 +187,7 @@ def evaluation_of(record: RunRecord, store: TrajectoryStore) -> EvaluationConfig
 
 
 def to_builtins(figures: Any) -> Any:
-    """Returns figures as JSON takes them."""
-    return msgspec.to_builtins(figures, enc_hook=str, str_keys=True)  # by no encoder, for texts that are no UTF-8
+    """Returns figures as values that JSON can represent."""
+    return msgspec.to_builtins(
+        figures, enc_hook=str, str_keys=True
+    )  # not with msgspec's encoder, because texts may be invalid UTF-8

@@ -1,7 +1,7 @@
-"""The files of a report: ``index.html``, ``figures.json``, a PNG of each chart; or one file of metrics.
+"""Writes the files of a report: ``index.html``, ``figures.json`` and a PNG of each chart; or one file of metrics.
 
-Each appears whole or not at all, the page last. A report that is made again replaces what it makes; PNGs of charts that
-it no longer has are left, as is everything else that lies there.
+Each file is published by a rename, the page last. A second report replaces the files that it writes and leaves all
+others, including PNGs of charts that it does not have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megaflow_hpc.report import prometheus
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.charts.pictures import pictures
 from megaflow_hpc.report.comparison import Difference
-from megaflow_hpc.report.figures import Loaded, RunFigures, to_builtins
+from megaflow_hpc.report.figures import LoadedRun, RunFigures, to_builtins
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.report.transcripts import Wanted
@@ -25,13 +25,13 @@ Say = Callable[[str], object]
 
 
 def default_folder(path: Path) -> Path:
-    """Returns where a report on a run directory, or on a file, is written."""
+    """Returns the folder for the report on a run directory or a file."""
     return RunDir(path).report if path.is_dir() else path.absolute().parent / "report"
 
 
 def write_report(
     folder: Path,
-    runs: Sequence[Loaded],
+    runs: Sequence[LoadedRun],
     differences: Sequence[Difference],
     wanted: Wanted = "some",
     with_pictures: bool = True,
@@ -40,8 +40,8 @@ def write_report(
     """Writes a report and returns its files, the page last.
 
     Args:
-        wanted: which transcripts the page carries.
-        say: is told what is under way.
+        wanted: the transcripts in the page.
+        say: gets lines of progress.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -72,7 +72,7 @@ def write_report(
 
 
 def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
-    """Writes a file of metrics that everybody may read, as the node exporter must.
+    """Writes a file of metrics that every user may read, because the node exporter runs as another user.
 
     Raises:
         ConfigError: it cannot be written.

@@ -1,9 +1,8 @@
-"""The page: one HTML file with everything in it, which a browser shows without a network.
+"""Makes the page: one HTML file that a browser shows without a network.
 
-Texts of tasks, agents and models are hostile. In the markup they are escaped by the template; the data of charts, the
-rollouts and their transcripts lie in the page as gzip in base64, in which no markup can be, and the page's script puts
-them in as text. The page's own policy (Content-Security-Policy) lets run only the two scripts whose digests it names,
-and fetches nothing.
+Texts of tasks, agents and models are hostile. The template escapes them in the markup. The data of charts, rollouts
+and transcripts are stored as gzip in base64, which cannot contain markup, and the page's script inserts them as text.
+The Content-Security-Policy of the page allows only the two scripts whose digests it names, and no requests.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ import numpy as np
 
 from megaflow_hpc.report.charts.specs import Chart, theme
 from megaflow_hpc.report.comparison import Difference, labels_of
-from megaflow_hpc.report.figures import Loaded
+from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.transcripts import Wanted, chosen, transcripts
 from megaflow_hpc.texts import printable
 from megaflow_hpc.version import __version__
 
 ROWS = 20_000
-"""Rollouts in the browser of transcripts."""
+"""Rollouts in the list of transcripts."""
 CHUNK = 400_000
-"""Characters of transcripts that are unpacked together."""
+"""Characters of transcripts that the page unpacks together."""
 TASKS, PODS = 1000, 200
 """Rows of these tables."""
 
 
 def page(
-    runs: Sequence[Loaded], charts: Sequence[Chart], differences: Sequence[Difference], wanted: Wanted = "some"
+    runs: Sequence[LoadedRun], charts: Sequence[Chart], differences: Sequence[Difference], wanted: Wanted = "some"
 ) -> str:
-    """Returns the page of some runs.
+    """Returns the page about some runs.
 
     Args:
-        wanted: which transcripts it carries.
+        wanted: the transcripts in it.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -89,17 +88,17 @@ def page(
 
 
 def packed(value: Any) -> str:
-    """Returns a value as JSON, gzip and base64: letters, digits, ``+``, ``/`` and ``=`` alone.
+    """Returns a value as JSON, gzip and base64: only letters, digits, ``+``, ``/`` and ``=``.
 
     Raises:
-        ValueError: it holds NaN or an infinity, which are no JSON.
+        ValueError: it contains NaN or an infinity, which JSON lacks.
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def duration(seconds: float) -> str:
-    """``12.3 s``, ``4:05 min`` or ``1:02:03 h`` for a number of seconds."""
+    """Returns a number of seconds as ``12.3 s``, ``4:05 min`` or ``1:02:03 h``."""
     if abs(seconds) < 60:
         return f"{seconds:.1f} s"
     sign, whole = "-" if seconds < 0 else "", round(abs(seconds))
@@ -117,7 +116,7 @@ def _own(name: str) -> str:
 
 
 def _library() -> str:
-    """Vega, Vega-Lite and vega-embed in one script, as vl-convert carries them."""
+    """Returns Vega, Vega-Lite and vega-embed as one script, from vl-convert."""
     import vl_convert
 
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -138,9 +137,9 @@ def _known(value: float, digits: int) -> float | None:
 
 
 def _browser(
-    runs: Sequence[Loaded], labels: Sequence[str], wanted: Wanted
+    runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Any]], str]:
-    """The columns of the list of rollouts, the chunks of transcripts, and a sentence on what was left out."""
+    """Returns the columns of the list of rollouts, the chunks of transcripts, and a sentence about those left out."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("policies", "statuses", "kinds", "nodes")}
     columns = (
         "run",

@@ -1,4 +1,4 @@
-"""What the event files of a run tell of its pods: when each started and ended, its slots, and what was tried again."""
+"""Reads from the event files of a run when each pod started and ended, its slots, and which attempts were repeated."""
 
 from __future__ import annotations
 
@@ -9,59 +9,57 @@ from dataclasses import dataclass, field
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.series import Span
-from megaflow_hpc.rundir.events import AttemptEvent, CopyEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
+from megaflow_hpc.rundir.events import AttemptEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 
 ALIVE = ("started", "draining")
-"""What a pod says of itself until its last word."""
+"""States of a pod before its last event."""
 
 
 @dataclass
-class Pod:
-    """One start of one pod. Times in seconds UTC, of its node's clock."""
+class PodHistory:
+    """One start of one pod. Times are seconds UTC by its node's clock."""
 
     name: str
     node: str = ""
     job: str = ""
     state: str = "started"
-    """Its last word; ``gone`` where it left none."""
+    """State in its last event; ``gone`` if it was killed."""
     why: str = ""
     started_at: float = 0.0
     last_at: float = 0.0
-    """Its last event: its end, where it has ended."""
+    """Time of its last event, which is its end if it has ended."""
     slots: int = 0
-    """The most it had at once."""
+    """Maximum number of slots at once."""
     slot_spans: list[tuple[Span, int]] = field(default_factory=list)
-    """When so many slots of a worker were there."""
+    """Spans of time, each with the slots that a worker had in it."""
     stored: int = 0
 
     @property
     def element(self) -> str:
-        """What was started: a requeued element of an array has several starts."""
+        """The element of the array, which has several starts if it was requeued."""
         return self.name.rpartition(".")[0]
 
 
 @dataclass
 class Events:
-    """What all event files of a run tell."""
+    """Contents of all event files of a run."""
 
-    pods: list[Pod] = field(default_factory=list)
+    pods: list[PodHistory] = field(default_factory=list)
     pod_of: dict[str, str] = field(default_factory=dict)
-    """The pod that stored a rollout, by the rollout's id."""
+    """The pod that stored each rollout, by rollout id."""
     repeated: Counter[str] = field(default_factory=Counter)
-    """Attempts that failed and were made again, by cause."""
+    """Failed attempts that were repeated, by cause."""
     repeated_on: Counter[str] = field(default_factory=Counter)
-    """The same by pod."""
-    copies: int = 0
-    """Stragglers that were started once more."""
+    """Failed attempts that were repeated, by pod."""
 
 
 def read_events(run: RunDir) -> Events:
-    """Reads every event file of a run; what cannot be read tells nothing."""
+    """Reads every event file of a run. Unreadable files and lines are skipped."""
     found = Events()
     for name, events in EventReader(run.events).read():
-        pod = Pod(name)
+        pod = PodHistory(name)
         live: dict[int, tuple[float, int]] = {}
         for event in events:
             pod.started_at = pod.started_at or event.t
@@ -78,8 +76,6 @@ def read_events(run: RunDir) -> Events:
                 case AttemptEvent():
                     found.repeated[event.kind] += 1
                     found.repeated_on[name] += 1
-                case CopyEvent():
-                    found.copies += 1
                 case RolloutEvent():
                     found.pod_of[event.id] = name
                     pod.stored += 1
@@ -91,9 +87,9 @@ def read_events(run: RunDir) -> Events:
     return found
 
 
-def _mark_gone(run: RunDir, pods: Sequence[Pod]) -> None:
-    """Says of pods that were killed that they are gone: somebody has found out, their element has started anew since,
-    or the campaign is over."""
+def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
+    """Marks killed pods as gone. A pod was killed if another pod found its lease expired, if its element has started
+    again since, or if the campaign is over without its last event."""
     with suppress(OSError):
         gone = Ledger(run).gone()
         last: dict[str, float] = {}
@@ -105,6 +101,6 @@ def _mark_gone(run: RunDir, pods: Sequence[Pod]) -> None:
                 pod.state = "gone"
 
 
-def _end(pod: Pod, began: tuple[float, int] | None, t: float) -> None:
+def _end(pod: PodHistory, began: tuple[float, int] | None, t: float) -> None:
     if began and began[1]:
         pod.slot_spans.append(((began[0], t), began[1]))

@@ -1,4 +1,4 @@
-"""What became of each policy and each task: states, rewards, pass@k, tokens, turns, and where the seconds went."""
+"""Figures of each policy and each task: states, rewards, pass@k, tokens, turns and durations."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.config.sections import EvaluationConfig
 from megaflow_hpc.monitor.evaluation import evaluate
-from megaflow_hpc.report.rollouts import PHASES, Rollouts
+from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
 from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, significant, spread
 
 KS = 64
-"""Values of k of a curve of pass@k, at most."""
+"""Maximum number of points of a pass@k curve."""
 STAGES = ("submission", "scheduling", "environment startup", "task execution")
-"""Where the time of a rollout goes from the planning of its campaign on: until jobs are submitted; until the attempt
-that counts starts, in Slurm's queue, while pods and engines start, behind other rollouts and in attempts that failed;
-until the agent begins; until its verdict is handed over."""
+"""Stages of a rollout's time since the campaign was planned. Submission lasts until jobs are submitted. Scheduling
+lasts until the attempt that counts starts: in Slurm's queue, while pods and engines start, behind other rollouts, and
+in failed attempts. Environment startup lasts until the agent begins. Task execution lasts until the verdict."""
 STATES = ("completed", "truncated", "failed", "cancelled")
 
 
 class Phase(msgspec.Struct, kw_only=True):
-    """One of the phases of a policy's rollouts."""
+    """One phase of a policy's rollouts."""
 
     policy: str
     phase: str
     """One of :data:`~megaflow_hpc.report.rollouts.PHASES`, or ``other``."""
     seconds: Spread
     share: float
-    """Of the seconds of all phases."""
+    """Share of the seconds of all phases."""
 
 
-class Stage(msgspec.Struct, kw_only=True):
-    """One of the four stages between the planning of a campaign and the end of a policy's rollouts, named as in the
-    breakdown of latency in the MegaFlow paper (arXiv 2601.07526, figure 5)."""
+class LatencyStage(msgspec.Struct, kw_only=True):
+    """One of the four stages from the planning of a campaign to the end of a policy's rollouts.
+
+    The names are those of the latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5).
+    """
 
     policy: str
     stage: str
     """One of :data:`STAGES`."""
     seconds: Spread
     share: float
-    """Of the seconds of all stages."""
+    """Share of the seconds of all stages."""
 
 
 class PassAt(msgspec.Struct, kw_only=True):
-    """A point of the curve of pass@k, with its 95 % interval."""
+    """One point of the pass@k curve, with its 95 % interval."""
 
     k: int
     value: float
@@ -62,7 +64,7 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     rollouts: int
     states: dict[str, int]
     evaluation: dict[str, Any] | None
-    """As :func:`megaflow_hpc.monitor.evaluation.evaluate` gives it."""
+    """Result of :func:`megaflow_hpc.monitor.evaluation.evaluate`."""
     pass_at: list[PassAt]
     rewards: list[Bin]
     tokens: Spread
@@ -70,7 +72,7 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     turns: Spread
     seconds: Spread
     cpu_s: Spread
-    """CPU seconds of the sandboxes of each rollout; ``n`` says of how many they are known."""
+    """CPU seconds of the sandboxes of each rollout; ``n`` counts the rollouts for which they are known."""
     memory_peak_mb: Spread
     disk_peak_mb: Spread
     cpu_bins: list[Bin]
@@ -90,12 +92,12 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     rated: int
     passed: int
     mean: float | None
-    """Of the rewards; ``None`` where no sample has one."""
+    """Mean reward; ``None`` if no sample has a reward."""
     seconds: float
-    """Median."""
+    """Median duration."""
 
 
-def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> PolicyFigures:
+def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig) -> PolicyFigures:
     """Returns the figures of one policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
@@ -130,8 +132,8 @@ def policy_figures(rows: Rollouts, policy: str, settings: EvaluationConfig) -> P
     )
 
 
-def phases_of(rows: Rollouts) -> list[Phase]:
-    """Returns the phases of every policy, of the rollouts that were carried out and whose phases are known."""
+def phases_of(rows: RolloutColumns) -> list[Phase]:
+    """Returns the phases of every policy, over rollouts that were carried out and have recorded phases."""
     found = []
     for policy in rows.policy.names:
         own = (
@@ -140,7 +142,7 @@ def phases_of(rows: Rollouts) -> list[Phase]:
         if not own.any():
             continue
         parts = {name: rows.phases[name][own] for name in PHASES}
-        # A rollout that went on in another allocation has the phases of both, and the times of the last.
+        # A rollout that continued in another allocation has the phases of both allocations and the times of the last.
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
         total = float(sum(values.sum() for values in parts.values())) or 1.0
         found += [
@@ -150,31 +152,33 @@ def phases_of(rows: Rollouts) -> list[Phase]:
     return found
 
 
-def stages_of(rows: Rollouts, planned_at: float, submitted_at: float) -> list[Stage]:
-    """Returns the four stages of every policy, of the rollouts that were carried out and whose setup is known.
+def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> list[LatencyStage]:
+    """Returns the four stages of every policy, over rollouts that were carried out and have a known setup time.
 
     Args:
-        planned_at: when the campaign was planned, seconds UTC; 0 where unknown, and then there are none.
-        submitted_at: when its first job was submitted; 0 where nothing says so, and all that passed is scheduling.
+        planned_at: planning time of the campaign, seconds UTC; 0 if unknown, which gives no stages.
+        submitted_at: submission of its first job; 0 if unknown, and then all time before the start is scheduling.
     """
-    found: list[Stage] = []
+    found: list[LatencyStage] = []
     for policy in rows.policy.names if planned_at else ():
         own = rows.policy.where(policy) & rows.carried_out & ~np.isnan(rows.phases["environment"])
         if not own.any():
             continue
-        began = np.maximum(rows.started_at[own], planned_at)  # clocks of nodes may be off
+        began = np.maximum(rows.started_at[own], planned_at)  # clocks of nodes may be wrong
         submission = np.minimum(max(0.0, submitted_at - planned_at), began - planned_at)
         startup = np.minimum(rows.phases["environment"][own], rows.seconds[own])
         parts = (submission, began - planned_at - submission, startup, rows.seconds[own] - startup)
         total = float(sum(values.sum() for values in parts)) or 1.0
         found += [
-            Stage(policy=policy, stage=name, seconds=spread(values), share=significant(float(values.sum()) / total))
+            LatencyStage(
+                policy=policy, stage=name, seconds=spread(values), share=significant(float(values.sum()) / total)
+            )
             for name, values in zip(STAGES, parts, strict=True)
         ]
     return found
 
 
-def tasks_of(rows: Rollouts, threshold: float) -> list[TaskFigures]:
+def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
     """Returns the figures of every task under every policy, in the order of their names."""
     if not len(rows):
         return []
@@ -204,7 +208,7 @@ def tasks_of(rows: Rollouts, threshold: float) -> list[TaskFigures]:
 
 
 def _ks(most: int) -> NDArray[np.int64]:
-    """Values of k up to ``most``, less one: all of them, or some that grow in step."""
+    """Returns values of k below ``most``: all of them, or some in growing steps."""
     if most <= KS:
         return np.arange(most)
     return np.unique(np.geomspace(1, most, KS).round().astype(np.int64)) - 1

@@ -1,7 +1,7 @@
 """Figures in Prometheus' text format, for the textfile collector of the node exporter.
 
-Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` for what only grows,
-``_ratio`` from 0 to 1. Samples have no time: the collector gives them its own.
+Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` for counters, ``_ratio``
+from 0 to 1. Samples carry no time, because the collector adds its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megaflow_hpc.report.cost import HOUR
 from megaflow_hpc.report.figures import RunFigures
 
 Sample = tuple[str, str, str, dict[str, str], float | None]
-"""Name, kind, help, labels, value; ``None`` where it is not known."""
+"""Name, kind, help, labels, value; ``None`` if the value is unknown."""
 NAMESPACE = "megaflow"
 
 
 def text(runs: Sequence[RunFigures]) -> str:
-    """Returns the metrics of runs, those of one name together as the format asks."""
+    """Returns the metrics of runs, grouped by name as the format requires."""
     families: dict[str, list[str]] = {}
     names = [run.run for run in runs]
     for number, run in enumerate(runs, 1):
@@ -90,6 +90,6 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
 
 
 def _escaped(value: str) -> str:
-    """A label's value as the format wants it, in valid UTF-8."""
+    """Escapes the value of a label; returns valid UTF-8."""
     known = value.encode("utf-8", "replace").decode()
     return known.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

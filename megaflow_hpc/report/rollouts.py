@@ -1,4 +1,4 @@
-"""The columns of a campaign that figures are made of, read once and whole: numbers, and labels as numbers."""
+"""The columns of a campaign that figures are made from, read once: numbers, and labels as codes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
-"""Where the seconds of a rollout go: the sandbox and its files are made ready; the model is asked, waiting for an
-engine included; the agent thinks and its commands run; the verifier judges. What remains is handing over."""
+"""Phases of a rollout. ``environment``: the sandbox and files are prepared. ``model``: model calls, including the
+wait for an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The rest is handover."""
 ERROR_CHARS = 300
 
 
 class Labels(NamedTuple):
-    """A column of texts that repeat themselves."""
+    """A column of texts that repeat."""
 
     names: list[str]
-    """Each text once, in order."""
+    """The distinct texts, sorted."""
     codes: NDArray[np.int64]
-    """(n), into :attr:`names`"""
+    """(n) indices into :attr:`names`."""
 
     def of(self, row: int) -> str:
         """Returns the text of a row."""
         return self.names[self.codes[row]]
 
     def where(self, *names: str) -> NDArray[np.bool_]:
-        """Returns which rows (n) have one of these texts."""
+        """Returns a mask (n) of the rows that have one of these texts."""
         return np.isin(self.codes, [place for place, name in enumerate(self.names) if name in names])
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RolloutColumns:
     """All rollouts of one campaign; every array has n entries."""
 
     ids: NDArray[Any]
@@ -52,13 +52,13 @@ class Rollouts:
     node: Labels
     job: Labels
     reward: NDArray[np.float64]
-    """NaN unless verified, and where it has no bounds."""
+    """NaN if not verified or not finite."""
     started_at: NDArray[np.float64]
     finished_at: NDArray[np.float64]
     phases: dict[str, NDArray[np.float64]]
-    """Seconds by name of :data:`PHASES`; NaN where the rollout's were not recorded."""
+    """Seconds by name of :data:`PHASES`; NaN if they were not recorded."""
     cpu_s: NDArray[np.float64]
-    """CPU seconds of each rollout's sandboxes; NaN where unknown, as the two that follow."""
+    """CPU seconds of each rollout's sandboxes. Unknown values are NaN, here and in the two columns below."""
     memory_peak_mb: NDArray[np.float64]
     disk_peak_mb: NDArray[np.float64]
     turns: NDArray[np.int64]
@@ -72,16 +72,16 @@ class Rollouts:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """Durations of the attempts that count."""
+        """Durations in seconds of the attempts that count."""
         return np.maximum(0.0, self.finished_at - self.started_at)
 
     @property
     def carried_out(self) -> NDArray[np.bool_]:
-        """Which rollouts have run to a verdict."""
+        """A mask of the rollouts that ran to a verdict."""
         return self.status.where(*VERIFIED)
 
 
-def read_rollouts(store: TrajectoryStore) -> Rollouts:
+def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
     """Reads the columns of a store.
 
     Raises:
@@ -107,7 +107,7 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
         "evaluation": np.nan_to_num(number("verify_s"), posinf=0.0, neginf=0.0),
     }
     errors = store.column("error")
-    return Rollouts(
+    return RolloutColumns(
         ids=store.column("id"),
         task=_labels(store, "task_id"),
         policy=_labels(store, "policy"),
@@ -131,8 +131,8 @@ def read_rollouts(store: TrajectoryStore) -> Rollouts:
     )
 
 
-def worked(store: TrajectoryStore, rows: Rollouts) -> Iterator[tuple[str, Span]]:
-    """Yields where each attempt at a rollout ran, by its pod's job id, and when; those that count come twice."""
+def worked(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
+    """Yields the pod's job id and the span of each attempt at a rollout; attempts that count come twice."""
 
     def times(name: str) -> list[float]:
         values: list[float] = np.nan_to_num(store.source.column(f"attempts/{name}"), posinf=0.0, neginf=0.0).tolist()

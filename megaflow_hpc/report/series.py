@@ -1,4 +1,4 @@
-"""Numbers over time, and the spread of numbers: what figures are computed with. Pure; what it returns is bounded."""
+"""Series over time and distributions. All functions are pure, and their results are bounded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 Span = tuple[float, float]
 BINS = 240
-"""Points of a curve over time: more than a screen shows."""
+"""Points of a curve over time, more than a screen shows."""
 
 
 class Spread(msgspec.Struct, kw_only=True):
-    """How numbers are spread; all 0 where there are none."""
+    """The distribution of numbers; all fields are 0 without numbers."""
 
     n: int = 0
     mean: float = 0.0
@@ -26,7 +26,7 @@ class Spread(msgspec.Struct, kw_only=True):
 
 
 class Bin(msgspec.Struct, kw_only=True):
-    """A bar of a histogram: so many numbers from ``low`` to below ``high`` (the last bar's high included)."""
+    """A bar of a histogram: the count of numbers from ``low`` to below ``high``. The last bar includes its high."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class Bin(msgspec.Struct, kw_only=True):
 
 
 def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
-    """Returns how numbers are spread; NaN is left out."""
+    """Returns the distribution of numbers without NaN."""
     known = np.asarray(values, np.float64)
     known = known[np.isfinite(known)]
     if not len(known):
@@ -46,12 +46,12 @@ def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
 
 
 def significant(value: float) -> float:
-    """Rounds to six significant digits: figures are read, and files of them compared."""
+    """Rounds to six significant digits, so that files of figures can be read and compared."""
     return float(f"{value:.6g}")
 
 
 def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]:
-    """Returns the edges of at most ``bars`` bars over finite numbers, a bar per value where these are few integers."""
+    """Returns the edges of at most ``bars`` bars over finite numbers. A few integers get one bar per value."""
     known = values[np.isfinite(values)]
     if not len(known):
         return np.array([0.0, 1.0])
@@ -75,12 +75,12 @@ def mean_level(
     edges: NDArray[np.float64],
     weights: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns how many spans were open on average between each two neighbouring edges.
+    """Returns the mean number of open spans between neighbouring edges.
 
     Args:
         starts, ends: (n) seconds.
         edges: (k+1) seconds, rising.
-        weights: (n) what each span counts; 1 by default.
+        weights: (n) weight of each span; 1 by default.
     """
     weights = np.ones(len(starts)) if weights is None else weights
 
@@ -96,7 +96,7 @@ def mean_level(
 
 
 def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
-    """Returns the most spans that were open at once; one that ends as another begins is over."""
+    """Returns the maximum number of spans open at once. A span that ends when another begins is over."""
     times = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.lexsort((steps, times))
@@ -104,7 +104,7 @@ def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """Returns for each span, in order of their starts, the lowest lane in which none is open then."""
+    """Returns the lane of each span, in the order of their starts: the lowest lane without an open span."""
     free_at: list[float] = []
     found = []
     for start, end in spans:
@@ -117,7 +117,7 @@ def lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def thinned(count: int, most: int) -> NDArray[np.int64]:
-    """Returns at most ``most`` of the numbers 0 to ``count - 1``, evenly apart, first and last among them."""
+    """Returns at most ``most`` of the numbers 0 to ``count - 1``, evenly spaced, including the first and the last."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))

@@ -1,4 +1,4 @@
-"""What ran when: rollouts at once, those that waited, slots, and the pods one by one with their rollouts in lanes."""
+"""Timelines: running and waiting rollouts, slots, and pods with their rollouts in lanes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.report.pods import Events
-from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.report.series import BINS, lanes, mean_level, peak_level, significant, thinned
 
 BARS = 2500
-"""Rollouts that a timeline shows."""
+"""Maximum number of rollouts in a timeline."""
 LONGEST = 100
 PODS = 64
-"""Pods that have rows of their own, those with the most rollouts."""
+"""Maximum number of pods with rows of their own; those with the most rollouts are chosen."""
 
 
 class Concurrency(msgspec.Struct, kw_only=True):
-    """What happened at once: means over equal stretches of time."""
+    """Means over equal stretches of time."""
 
     at: list[float] = []
-    """Middle of each stretch, seconds from the first rollout's start."""
+    """Middle of each stretch, in seconds from the start of the first rollout."""
     running: list[float] = []
     waiting: list[float] = []
-    """Rollouts that had not started; empty where they are added while the campaign runs."""
+    """Rollouts that had not started; empty if rollouts are added while the campaign runs."""
     slots: list[float] = []
-    """Of all workers; empty without events."""
+    """Slots of all workers; empty without events."""
     ended: list[float] = []
     """Rollouts that ended in a stretch, per hour."""
     peak: int = 0
@@ -37,7 +37,7 @@ class Concurrency(msgspec.Struct, kw_only=True):
 
 
 class PodFigures(msgspec.Struct, kw_only=True):
-    """One start of one pod; of what has no events, a node."""
+    """One start of one pod, or a node if there are no events."""
 
     pod: str
     node: str
@@ -63,19 +63,19 @@ class Bar(msgspec.Struct, kw_only=True):
     outcome: str
 
 
-def concurrency_of(rows: Rollouts, events: Events, total: int, grows: bool) -> Concurrency:
-    """Returns what happened at once.
+def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool) -> Concurrency:
+    """Returns the concurrency over time.
 
     Args:
         total: rollouts of the campaign.
-        grows: whether rollouts are added while it runs, so that nobody knows which wait.
+        grows: whether rollouts are added while it runs, so that the number of waiting ones is unknown.
     """
     if not len(rows):
         return Concurrency()
     began, ended = float(rows.started_at.min()), float(rows.finished_at.max())
     edges = np.linspace(began, max(ended, began + 1e-3), BINS + 1)
     running = mean_level(rows.started_at, rows.finished_at, edges)
-    # Each rollout waits from the beginning until it starts; those not stored yet wait or run, which nobody knows here.
+    # Each rollout waits from the beginning until it starts. Rollouts that are not stored yet may wait or run.
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
     spans = [span for pod in events.pods for span in pod.slot_spans]
     slots = _slots(spans, edges) if spans else None
@@ -99,8 +99,8 @@ def _slots(spans: list[tuple[tuple[float, float], int]], edges: NDArray[np.float
     return mean_level(starts, ends, edges, np.array([slots for _, slots in spans], np.float64))
 
 
-def pods_of(rows: Rollouts, events: Events) -> list[PodFigures]:
-    """Returns the pods in the order of their starts; without events the nodes, as the rollouts tell them."""
+def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
+    """Returns the pods in the order of their starts, or the nodes of the rollouts if there are no events."""
     if not len(rows) and not events.pods:
         return []
     began = float(rows.started_at.min()) if len(rows) else min(pod.started_at for pod in events.pods)
@@ -138,15 +138,14 @@ def pods_of(rows: Rollouts, events: Events) -> list[PodFigures]:
     return found
 
 
-def pod_of(rows: Rollouts, events: Events, row: int) -> str:
-    """Returns the pod that carried out a row; the node, where events do not tell."""
+def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
+    """Returns the pod that carried out a row, or its node if events do not name the pod."""
     return events.pod_of.get(rows.ids[row]) or rows.node.of(row) or "unknown"
 
 
-def bars_of(rows: Rollouts, events: Events, threshold: float) -> list[Bar]:
-    """Returns a timeline: at most :data:`BARS` rollouts, evenly apart in time, and the :data:`LONGEST` longest,
-    of at most :data:`PODS` pods.
-    """
+def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
+    """Returns a timeline of at most :data:`PODS` pods: at most :data:`BARS` rollouts, evenly spaced in time, and the
+    :data:`LONGEST` longest ones."""
     if not len(rows):
         return []
     order = np.argsort(rows.started_at, kind="stable")
@@ -175,8 +174,8 @@ def bars_of(rows: Rollouts, events: Events, threshold: float) -> list[Bar]:
     return found
 
 
-def outcome_of(rows: Rollouts, row: int, threshold: float) -> str:
-    """Returns ``passed`` or ``not passed`` of a rollout with a reward, else its status."""
+def outcome_of(rows: RolloutColumns, row: int, threshold: float) -> str:
+    """Returns ``passed`` or ``not passed`` for a rollout with a reward, otherwise its status."""
     reward = rows.reward[row]
     if reward != reward:
         return rows.status.of(row)

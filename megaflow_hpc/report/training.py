@@ -1,4 +1,4 @@
-"""How training went: metrics of each policy's steps, as its trainer committed them."""
+"""Training curves: metrics of each policy's steps, from the commits of its trainer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.training import TrainingView
 
 STEPS = 500
-"""Points of a curve."""
+"""Maximum number of points of a curve."""
 MOST = 1_000_000
 
 
 class TrainingCurve(msgspec.Struct, kw_only=True):
-    """One metric of one policy, step by step."""
+    """One metric of one policy by step."""
 
     policy: str
     metric: str
-    """One of the names that ``status --json`` gives them."""
+    """Name of the metric in ``status --json``."""
     steps: list[int]
     values: list[float]
 
 
 def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
-    """Returns the curves of every policy that learns; a commit that cannot be read is left out."""
+    """Returns the curves of every trained policy. Unreadable commits are left out."""
     if not record.campaign.get("training"):
         return []
     found = []

@@ -1,7 +1,7 @@
-"""The transcripts that a page carries: all of them while they fit, else those that a reader would ask for first.
+"""The transcripts in a page: all of them if they fit, otherwise those that a reader asks for first.
 
-Of each message its text is kept, cut in the middle where it is long, with its calls of tools. What does not fit is
-counted, never silently dropped: the page says how many of how many it has.
+A message keeps its text, cut in the middle if it is long, and its tool calls. The page says how many transcripts it
+has and how many were left out.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.trajectories.reading.conversations import heading
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 Wanted = int | Literal["all", "some", "none"]
-"""A number; all there are; those that fit the page; none."""
+"""A number; all transcripts; those that fit the page; none."""
 
 MOST_BYTES = 1_000_000
-"""Of the transcripts in a page, packed, unless all or a number are asked for; in base64 they take a third more."""
+"""Maximum size of packed transcripts in a page, unless all or a number are requested. Base64 adds a third."""
 MOST = 2000
-"""Of them, as many at most: each is read by itself, and nobody reads more."""
+"""Maximum number of transcripts, since each is read separately."""
 MESSAGE_CHARS = 12_000
-"""Of one message; beyond it beginning and end."""
+"""Characters of one message; longer ones keep their beginning and end."""
 MESSAGES = 400
-"""Of one transcript; beyond it the first and the last."""
+"""Messages of one transcript; longer ones keep the first and the last messages."""
 
 
-def chosen(rows: Rollouts) -> Iterator[int]:
-    """Yields every row once, those first that a reader would ask for: in turn a failure, the best, the worst, one that
-    was cut short, the longest and the slowest, and so on, the rest in their order."""
+def chosen(rows: RolloutColumns) -> Iterator[int]:
+    """Yields every row once, the most interesting ones first: a failure, the best, the worst, a truncated, the
+    longest and the slowest rollout, then the rest in their order."""
     rewards = rows.reward
     known = ~np.isnan(rewards)
     order = np.arange(len(rows))
@@ -54,14 +54,16 @@ def chosen(rows: Rollouts) -> Iterator[int]:
 
 
 Transcript = list[dict[str, str]]
-"""Messages: ``role``, ``text``, and maybe ``thought`` and ``calls``."""
+"""Messages with ``role``, ``text``, and optionally ``thought`` and ``calls``."""
 
 
-def transcripts(store: TrajectoryStore, rows: Rollouts, wanted: Wanted, sharing: int = 1) -> dict[int, Transcript]:
+def transcripts(
+    store: TrajectoryStore, rows: RolloutColumns, wanted: Wanted, sharing: int = 1
+) -> dict[int, Transcript]:
     """Returns the transcripts of the chosen rows, by row number.
 
     Args:
-        sharing: runs that share a page.
+        sharing: number of runs in the page.
     """
     if wanted == "none":
         return {}
@@ -91,7 +93,7 @@ def transcript_of(row: Row) -> Transcript:
 
 
 def messages_of(messages: list[dict[str, Any]]) -> Transcript:
-    """Returns the texts of a conversation in OpenAI message form; whatever else a message may hold, as JSON."""
+    """Returns the texts of a conversation in OpenAI message form. Other fields of a message become JSON."""
     if len(messages) > MESSAGES:
         left_out = f"{len(messages) - MESSAGES} messages are left out"
         middle = {"role": "report", "content": left_out}
@@ -127,7 +129,7 @@ def _call(call: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """Returns a text, its middle left out where it is long."""
+    """Returns a text without its middle if it is long."""
     if len(text) <= MESSAGE_CHARS:
         return text
     half = MESSAGE_CHARS // 2

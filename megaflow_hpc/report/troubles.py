@@ -1,4 +1,4 @@
-"""What went wrong, and what took long: failures that are alike counted together, and the slowest rollouts."""
+"""Failures, grouped by similarity, and the slowest rollouts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.report.rollouts import Rollouts
+from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.report.series import significant
 
 SLOWEST = 25
 ERRORS = 40
-"""Kinds of failures, or nodes, that are told apart."""
+"""Maximum number of distinct failures, or nodes."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """Rollouts that ended alike: in the same error, but for numbers in it."""
+    """Rollouts that failed with the same error, apart from numbers in it."""
 
     kind: str
     error: str
-    """Of the first of them."""
+    """Error of the first of them."""
     rollouts: int
     example: str
-    """Id of the first."""
+    """Id of the first of them."""
     nodes: int
 
 
@@ -35,14 +35,14 @@ class Straggler(msgspec.Struct, kw_only=True):
     rollout: str
     seconds: float
     usual: float
-    """The median of its task, where three or more samples ran, else that of its policy."""
+    """Median of its task if at least three samples ran, otherwise of its policy."""
     phase: str
-    """The phase in which it was longest; empty where unknown."""
+    """Its longest phase; empty if unknown."""
     node: str
 
 
-def failures_of(rows: Rollouts) -> list[Failure]:
-    """Returns rollouts with an error, those of one kind and one text (but for numbers) together, most first."""
+def failures_of(rows: RolloutColumns) -> list[Failure]:
+    """Returns rollouts with an error, grouped by kind and text without numbers, largest group first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row in np.flatnonzero(rows.error_kind.codes != _code(rows.error_kind.names, "")).tolist():
         text = "".join("0" if c.isdigit() else c for c in rows.error[row])
@@ -60,8 +60,8 @@ def failures_of(rows: Rollouts) -> list[Failure]:
     ]
 
 
-def stragglers_of(rows: Rollouts) -> list[Straggler]:
-    """Returns the slowest rollouts that were carried out, slowest first, beside what is usual."""
+def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
+    """Returns the slowest rollouts that were carried out, slowest first, with the usual duration."""
     seconds, ran = rows.seconds, rows.carried_out
     slowest = [int(row) for row in np.argsort(-np.where(ran, seconds, -1.0), kind="stable")[:SLOWEST] if ran[row]]
     found = []
@@ -86,6 +86,6 @@ def _code(names: Sequence[str], name: str) -> int:
 
 
 def counted(names: Sequence[str], codes: NDArray[np.int64]) -> dict[str, int]:
-    """Returns how often each name is meant, most first."""
+    """Returns the count of each name, most frequent first."""
     counts = Counter(names[code] for code in codes.tolist())
     return dict(counts.most_common(ERRORS))

@@ -1,7 +1,7 @@
 """The run directory: the paths under RUN, and one typed record, with its only reader and writer, for each kind of file.
 
-In come paths; out go records (``record`` for run.json, ``endpoints``, ``events``, ``marks``, ``weights``, ``training``,
-``budget``, ``engine_pool``). Blocks and claims are the ledger's, journals those of trajectories. Every room may call
-this one; it calls none but ``errors``, and ``config`` when the resolved campaign file is asked for, and imports neither
-pydantic nor numpy.
+It takes paths and returns records (``record`` for run.json, ``endpoints``, ``events``, ``marks``, ``weights``,
+``training``, ``budget``, ``engine_pool``). ``json_files`` reads all JSON files except run.json and the lines of events.
+The ledger has blocks and claims, trajectories have journals. Every room may call this one. It calls ``errors`` and, for
+the resolved campaign file, ``config``. It imports neither pydantic nor numpy.
 """

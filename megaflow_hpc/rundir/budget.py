@@ -12,26 +12,30 @@ without messages between jobs and without asking Slurm.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.host.files import open_regular, read_regular
+from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.events import ProgressEvent, decode
+from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
 LOOK_S = 30.0
 """Seconds between two reports of GPU time."""
-MOST = 1e15
-"""Of seconds, more is nonsense: a billion cores for ten days."""
+MAX_S = 1e15
+"""Largest sensible sum of core-seconds: a billion cores for ten days."""
+Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
 TAIL = 1 << 16
 """Bytes at the end of an event file within which the last progress is looked for."""
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -43,6 +47,21 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
     if not said:
         return len(os.sched_getaffinity(0))
     return sum(int(cpus) * int(times or 1) for cpus, times in _PER_NODE.findall(said))
+
+
+class RaisedLimits(msgspec.Struct, omit_defaults=True):
+    """Limits in hours that replace those of the campaign file; ``None`` for no limit."""
+
+    core_hours: Hours | UnsetType | None = UNSET
+    gpu_hours: Hours | UnsetType | None = UNSET
+    wall: Hours | UnsetType | None = UNSET
+
+
+class GpuTime(msgspec.Struct):
+    """The report of one engine server, over all its starts."""
+
+    gpus: int = 0
+    gpu_s: Annotated[float, Meta(ge=0, le=MAX_S)] = 0.0
 
 
 class CampaignBudget:
@@ -60,11 +79,9 @@ class CampaignBudget:
 
     def limits(self) -> dict[str, float | None]:
         """Returns the limits that hold now, in hours; ``None`` for no limit."""
-        found = _decoded(_bytes(self._run.raised_limits))
-        if found is not None:
-            self._raised = {
-                name: found[name] for name in LIMITS if name in found and (found[name] is None or measured(found[name]))
-            }
+        with suppress(FileNotFoundError, ValueError):
+            raised = read_json(self._run.raised_limits, RaisedLimits)
+            self._raised = msgspec.to_builtins(raised)
         return {**self._planned, **self._raised}
 
     def raise_to(self, limits: Mapping[str, float | None]) -> None:
@@ -152,7 +169,8 @@ class Meter:
             self._before = held_before(self._file)
             make_directory(self._file.parent)
         held_s = time.monotonic() - self._began
-        write_json(self._file, {"gpus": self._gpus, "gpu_s": round(self._before + held_s * self._gpus, 1)})
+        used = GpuTime(self._gpus, round(self._before + held_s * self._gpus, 1))
+        write_record(self._file, used)
         self._next = time.monotonic() + LOOK_S
 
 
@@ -165,25 +183,12 @@ def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
 
 def held_before(file: Path) -> float:
     """Returns the GPU-seconds that a server has reported; 0 without a report."""
-    return measured((_decoded(_bytes(file)) or {}).get("gpu_s")) or 0.0
+    try:
+        return read_json(file, GpuTime).gpu_s
+    except (FileNotFoundError, ValueError):
+        return 0.0
 
 
 def measured(value: object) -> float | None:
     """Returns a time or a number of hours or seconds that a file tells; ``None`` for what cannot be one."""
-    return float(value) if isinstance(value, int | float) and 0 <= value <= MOST else None
-
-
-def _bytes(file: Path) -> bytes:
-    try:
-        return read_regular(file)
-    except FileNotFoundError:
-        return b""
-
-
-def _decoded(line: bytes) -> dict[str, Any] | None:
-    """A small JSON object; ``None`` for half of one."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None

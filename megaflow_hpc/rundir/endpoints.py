@@ -17,15 +17,13 @@ so a start withdraws only what carries its ``start``. Readers skip a file that i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.json_files import read_json, try_read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
-T = TypeVar("T")
 FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
 
 
@@ -131,24 +129,24 @@ class EndpointFiles:
     def serving(self, policy: str | None = None) -> list[Endpoint]:
         """Returns the servers that answer now, of one policy or of all, in order of their files' names."""
         paths = sorted(path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED))
-        found = [endpoint for path in paths if (endpoint := read(path, Endpoint)) is not None]
+        found = [endpoint for path in paths if (endpoint := try_read_json(path, Endpoint)) is not None]
         return [endpoint for endpoint in found if endpoint.url and policy in (None, endpoint.policy)]
 
     def failed(self) -> list[FailedServer]:
         """Returns the servers that gave up."""
         paths = sorted(self._folder.glob(f"*{FAILED}"))
-        return [server for path in paths if (server := read(path, FailedServer)) is not None]
+        return [server for path in paths if (server := try_read_json(path, FailedServer)) is not None]
 
     def starting(self) -> list[FailedServer]:
         """Returns the servers whose latest start failed, and that go on trying."""
         paths = sorted(self._folder.glob(f"*{STARTING}"))
-        return [server for path in paths if (server := read(path, FailedServer)) is not None]
+        return [server for path in paths if (server := try_read_json(path, FailedServer)) is not None]
 
     def loading(self, policy: str) -> list[LoadingServer]:
         """Returns a policy's servers that are away to load weights."""
         found = []
         for path in sorted(self._folder.glob(f"*{LOADING}")):
-            server = read(path, LoadingServer)
+            server = try_read_json(path, LoadingServer)
             if server is not None and server.policy == policy:
                 server.server = path.name.removesuffix(LOADING)
                 found.append(server)
@@ -161,7 +159,7 @@ class EndpointFiles:
             OSError, ValueError: A key cannot be read.
         """
         paths = sorted(self._folder.glob(".pool.*.key"))
-        return [msgspec.json.decode(read_regular(path), type=PoolMembership) for path in paths]
+        return [read_json(path, PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
         """Publishes a heartbeat of a server, which thereby is neither loading nor starting any more."""
@@ -202,11 +200,11 @@ class EndpointFiles:
 
     def listing(self) -> Listing | None:
         """Returns what a pod found for all; ``None`` where none has."""
-        return read(self._folder / LISTING, Listing)
+        return try_read_json(self._folder / LISTING, Listing)
 
     def withdraw(self, server: str, start: str) -> bool:
         """Withdraws what this start of a server published; False where a later start has published its own."""
-        endpoint = read(self._file(server), Endpoint)
+        endpoint = try_read_json(self._file(server), Endpoint)
         if endpoint is None or endpoint.start != start:
             return False
         self._file(server).unlink(missing_ok=True)
@@ -215,7 +213,7 @@ class EndpointFiles:
 
     def withdraw_loading(self, server: str, start: str) -> None:
         """Withdraws that this start of a server is loading; what a later start published stays."""
-        loading = read(self._loading_file(server), LoadingServer)
+        loading = try_read_json(self._loading_file(server), LoadingServer)
         if loading is not None and loading.start == start:
             self._loading_file(server).unlink(missing_ok=True)
 
@@ -236,12 +234,4 @@ class EndpointFiles:
         return self._folder / f".{server}.admin"
 
     def _write(self, path: Path, value: msgspec.Struct) -> None:
-        write_json(path, msgspec.to_builtins(value), 0o600)
-
-
-def read(path: Path, kind: type[T]) -> T | None:
-    """Reads one file; ``None`` where it was just withdrawn, or is damaged."""
-    try:
-        return msgspec.json.decode(read_regular(path), type=kind)
-    except (OSError, ValueError, RecursionError):
-        return None
+        write_record(path, value, 0o600)

@@ -15,7 +15,6 @@ membership. With ``share: group`` the directories are open to the pool owner's g
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -27,13 +26,22 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic, write_json
-from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.host.private import who_may_replace
 from megaflow_hpc.host.process import user_name
-from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership, read
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership
+from megaflow_hpc.rundir.json_files import read_json, try_read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class AboutPool(msgspec.Struct):
+    """The public description of a pool."""
+
+    policies: dict[str, int]
+    """Number of servers of each policy."""
+    share: str = "user"
+    """``user`` or ``group``: who may use the pool."""
 
 
 class EnginePool:
@@ -58,7 +66,7 @@ class EnginePool:
         for folder, mode in ((self.path, 0o2750), (self.servers, 0o2750), (self.members, 0o3770)):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(mode if group else 0o700)
-        write_json(self.path / "about.json", {"policies": dict(policies), "share": share}, 0o640)
+        write_record(self.path / "about.json", AboutPool(dict(policies), share), 0o640)
 
     def close(self) -> None:
         """Notes that the pool was cancelled."""
@@ -99,8 +107,8 @@ class EnginePool:
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):
                 raise ConfigError(why)
-            return dict(json.loads(read_regular(self.path / "about.json"))["policies"])
-        except (OSError, ValueError, KeyError) as error:
+            return read_json(self.path / "about.json", AboutPool).policies
+        except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or "it is damaged"
             raise ConfigError(
                 f"{self.path.parent}: no engine pool that this user may use ({why}); a pool is the run directory of a "
@@ -119,7 +127,7 @@ class EnginePool:
 
     def serving(self, policy: str) -> list[Endpoint]:
         """Returns the servers of a policy that answer now; without keys."""
-        found = [read(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
+        found = [try_read_json(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
         return [endpoint for endpoint in found if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:

@@ -15,8 +15,7 @@
       endpoints/          <server>.json: engines that answer now
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
-      journal/            <pod>.<start>.journal: acknowledged trajectories; .contents: which those are
-      shards/             <pod>.<start>.h5
+      journal/            <pod>.<start>.journal: acknowledged trajectories
       partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
       trajectories.h5     the result
       events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: what its first bytes amount to
@@ -64,7 +63,6 @@ class RunDir:
         self.weights = self.path / "weights"
         self.training = self.path / "training"
         self.journal = self.path / "journal"
-        self.shards = self.path / "shards"
         self.partial = self.path / "partial"
         self.trajectories = self.path / "trajectories.h5"
         self.events = self.path / "events"
@@ -88,7 +86,7 @@ class RunDir:
         if share == "group":
             self.path.chmod(0o2750)
             file_mode.cache_clear()
-        for room in ("tasks", "ledger", "weights", "journal", "shards", "events", "logs", "report"):
+        for room in ("tasks", "ledger", "weights", "journal", "events", "logs", "report"):
             make_directory(self.path / room)
 
     def check_ours(self, to_run: bool = False) -> None:
@@ -107,7 +105,7 @@ class RunDir:
             return  # the reader reports the error
         if os.getuid() not in (owner, 0):
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
-        for room in (self.tasks, self.ledger, self.endpoints, self.shards, self.partial, self.events, self.live):
+        for room in (self.tasks, self.ledger, self.endpoints, self.partial, self.events, self.live):
             if room.is_symlink():
                 raise ConfigError(f"{room}: it is a link, which is not followed; put the directory itself there")
         if to_run:

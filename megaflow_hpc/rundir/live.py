@@ -17,14 +17,13 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from megaflow_hpc.host.atomic import without_links, write_atomic
-from megaflow_hpc.host.files import open_regular, remove_tree
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.events import Count, Number
+from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 RENEW_S = 10.0
@@ -38,9 +37,8 @@ LITTER_S = 600.0
 MOST_ROLLOUTS = 128
 """Rollouts that all viewers together are told of."""
 MOST_TRANSCRIPTS = 4
-_MOST_BYTES = 8 << 20
-"""Of a file that is read."""
-T = TypeVar("T")
+MAX_BYTES = 8 << 20
+"""Largest file that is read."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
@@ -130,7 +128,7 @@ class LiveFiles:
 
     def activity(self, pod: str) -> PodActivity | None:
         """Returns what a pod (``<pod>.<start>``) shows; ``None`` while it shows nothing."""
-        return _read(self._folder / f"{pod}.json", PodActivity)
+        return try_read_json(self._folder / f"{pod}.json", PodActivity, MAX_BYTES)
 
     # --- a pod's ---
 
@@ -144,7 +142,7 @@ class LiveFiles:
         rollouts: list[str] = []
         transcripts: list[str] = []
         for name in sorted(names):
-            ask = _read(self._folder / name, Ask)
+            ask = try_read_json(self._folder / name, Ask, MAX_BYTES)
             counter, since = self._viewers.setdefault(name, (-1, self._clock()))
             if ask is not None and ask.counter != counter:
                 counter, since = self._viewers[name] = ask.counter, self._clock()
@@ -216,13 +214,3 @@ def _encode(activity: PodActivity) -> bytes:
 
 def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    """Reads one file; ``None`` where there is none, or it is damaged or too large."""
-    try:
-        with open_regular(path) as file:
-            data = file.read(_MOST_BYTES + 1)
-        return msgspec.json.decode(data, type=kind) if len(data) <= _MOST_BYTES else None
-    except (OSError, ValueError, RecursionError):
-        return None

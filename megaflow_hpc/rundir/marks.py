@@ -28,8 +28,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaflow_hpc.host.atomic import make_directory, write_json
+import msgspec
+
+from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
 FINISHED = "ledger/finished"
@@ -72,6 +75,13 @@ class Unstarted:
     """The line of the log that says why, as far as that can be told."""
 
 
+class CancelledMark(msgspec.Struct):
+    """The mark of a cancelled campaign."""
+
+    consumers: list[str] = []
+    """The consumers that could add blocks."""
+
+
 class Marks:
     """The mark files of one run."""
 
@@ -111,7 +121,7 @@ class Marks:
     def cancel(self) -> None:
         """Marks the campaign as cancelled, and closes it to consumers; the mark remembers which there were."""
         consumers = sorted({*self.closed, *self.open})
-        write_json(self._cancelled, {"consumers": consumers})
+        write_record(self._cancelled, CancelledMark(consumers))
         for consumer in consumers:
             (self._open / consumer).unlink(missing_ok=True)
 
@@ -119,8 +129,8 @@ class Marks:
     def closed(self) -> list[str]:
         """The consumers of a campaign that was cancelled."""
         try:
-            return [str(consumer) for consumer in json.loads(read_regular(self._cancelled))["consumers"]]
-        except (FileNotFoundError, ValueError, LookupError, TypeError):  # a mark of before is empty
+            return read_json(self._cancelled, CancelledMark).consumers
+        except (FileNotFoundError, ValueError):  # a mark of an earlier version is empty
             return []
 
     def uncancel(self) -> None:

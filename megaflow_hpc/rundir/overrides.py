@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from megaflow_hpc.config import CampaignConfig, resolved
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 ROLES = ("pods", "servers", "trainer", "gather")
@@ -84,8 +83,8 @@ def _option(name: str) -> str:
 
 def _read(run: RunDir) -> dict[str, dict[str, Any]]:
     try:
-        return {str(role): dict(values) for role, values in json.loads(read_regular(run.changed_requests)).items()}
+        return read_json(run.changed_requests, dict[str, dict[str, Any]])
     except FileNotFoundError:
         return {}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{run.changed_requests}: cannot be read ({error}); remove it, and resume anew") from None
+    except ValueError as error:
+        raise ConfigError(f"{error}; remove the file, and resume again") from None

@@ -6,7 +6,6 @@ default here, or in the campaign file's sections (:mod:`megaflow_hpc.config`); k
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
@@ -19,6 +18,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.events import Time
+from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.version import __version__
 
@@ -209,8 +209,8 @@ def read_jobs(run: RunDir) -> dict[str, JobRecord]:
     """Returns every submission that was written down, by job or array; a file that cannot be read tells nothing."""
     found: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # a file system that is away for a moment
-            found[path.stem] = msgspec.json.decode(read_regular(path), type=JobRecord)
+        if job := try_read_json(path, JobRecord):
+            found[path.stem] = job
     return found
 
 

@@ -25,6 +25,7 @@ import msgspec
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.host.process import Identity, boot_id, node_name
+from megaflow_hpc.rundir.json_files import read_json, try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
@@ -146,11 +147,8 @@ class SharedGpu:
 
     def given(self, turn: str) -> Given | None:
         """Returns what the server says to this turn; ``None`` while it does not leave the GPUs to it."""
-        try:
-            found = msgspec.json.decode(read_regular(self._given_file), type=Given)
-        except (OSError, ValueError):
-            return None
-        return found if found.turn == turn else None
+        given = try_read_json(self._given_file, Given)
+        return given if given and given.turn == turn else None
 
     def release(self) -> None:
         """Says that the trainer holds nothing on the GPUs any more."""
@@ -161,7 +159,7 @@ class SharedGpu:
     def wanted(self) -> str:
         """Returns the turn of the trainer that wants the GPUs, or has them; empty if none that lives does."""
         try:
-            self._wish = msgspec.json.decode(read_regular(self._wish_file), type=Wish)
+            self._wish = read_json(self._wish_file, Wish)
         except FileNotFoundError:
             self._wish = None
         except (OSError, ValueError):  # a file system that is away for a moment: as it was
@@ -220,7 +218,4 @@ class TrainingView:
             return []
 
     def _read(self, kind: type[R], folder: str, number: int) -> R | None:
-        try:
-            return msgspec.json.decode(read_regular(self._path / folder / f"{number:06d}.json"), type=kind)
-        except (OSError, ValueError):
-            return None
+        return try_read_json(self._path / folder / f"{number:06d}.json", kind)

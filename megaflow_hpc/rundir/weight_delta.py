@@ -16,7 +16,6 @@ of :data:`WORDS` words; the whole is never in memory.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -30,10 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.host.files import open_regular, read_regular, remove_tree
+from megaflow_hpc.host.atomic import make_directory
+from megaflow_hpc.host.files import open_regular, remove_tree
+from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.safetensors import read_header
-from megaflow_hpc.rundir.weight_source import ADAPTER, DELTA
+from megaflow_hpc.rundir.weight_source import ADAPTER, DELTA, Delta, DeltaFile
 
 try:
     from isal.isal_zlib import compress as _compress
@@ -67,7 +67,7 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
     if not names or any(not (base / n).is_file() or (base / n).stat().st_size != sizes[n] for n in names):
         return None
     make_directory(folder)
-    files: dict[str, Any] = {}
+    files: dict[str, DeltaFile] = {}
     for name in names:
         word = _width(whole / name)
         digest = hashlib.sha256()
@@ -79,11 +79,11 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
             while part := new.read(WORDS * word):
                 digest.update(part)
                 to.write(_encode(part, old.read(WORDS * word), word))
-        files[name] = {"size": sizes[name], "word": word, "sha256": digest.hexdigest()}
+        files[name] = DeltaFile(sizes[name], word, digest.hexdigest())
     for path in whole.iterdir():
         if path.is_file() and path.name not in names:
             shutil.copyfile(path, folder / path.name)
-    write_json(folder / DELTA, {"base": number, "files": files})
+    write_record(folder / DELTA, Delta(number, files))
     return sum(sizes.values()), sum((folder / (name + SUFFIX)).stat().st_size for name in names)
 
 
@@ -108,19 +108,19 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
         return whole
     staged = whole.with_name(f".{whole.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        about = json.loads(read_regular(delta / DELTA))["files"]
+        files = read_json(delta / DELTA, Delta).files
         make_directory(staged)
-        for name, file in about.items():
+        for name, file in files.items():
             digest = hashlib.sha256()
             with (
                 open_regular(delta / (name + SUFFIX)) as parts,
                 open_regular(base / name) as old,
                 open(staged / name, "wb") as to,
             ):
-                for part in _decode(parts, old, int(file["word"])):
+                for part in _decode(parts, old, file.word):
                     digest.update(part)
                     to.write(part)
-            if digest.hexdigest() != file["sha256"]:
+            if digest.hexdigest() != file.sha256:
                 raise ConfigError(
                     f"{delta}: put together with {base}, {name} is not what was published (its SHA-256 differs)"
                 )

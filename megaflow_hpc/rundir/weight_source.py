@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.json_files import read_json, try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
@@ -25,6 +26,32 @@ SAME = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 """Keys of ``config.json`` in which a trained and a served model agree."""
 SMALL = 64 * 2**20
 """Bytes up to which a file of the campaign's model (configuration, tokenizer) is copied to a version without it."""
+
+
+class Adapter(msgspec.Struct):
+    """The part of an adapter's configuration that decides whether an engine can load it."""
+
+    r: int
+    """Its rank."""
+
+
+class DeltaFile(msgspec.Struct):
+    """A file of tensors whose difference is stored."""
+
+    size: int
+    """Bytes of the whole file."""
+    word: int
+    """Bytes of one number."""
+    sha256: str
+    """Digest of the whole file."""
+
+
+class Delta(msgspec.Struct):
+    """Content of :data:`DELTA`."""
+
+    base: int
+    """Number of the version that the difference is relative to."""
+    files: dict[str, DeltaFile]
 
 
 def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
@@ -85,11 +112,7 @@ def why_not_served(base: Path, served: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """A file of a model directory; empty where there is none that can be read."""
-    try:
-        found = json.loads(read_regular(path))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return try_read_json(path, dict[str, Any]) or {}
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
@@ -114,9 +137,9 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
             "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
         )
     try:
-        rank = int(json.loads(read_regular(source / ADAPTER))["r"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{source / ADAPTER}: tells no rank 'r': {error}") from None
+        rank = read_json(source / ADAPTER, Adapter).r
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source / ADAPTER}: the rank 'r' is missing or invalid: {error}") from None
     if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
         raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
 
@@ -124,10 +147,10 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
 def base_of(folder: Path) -> int | None:
     """Returns the number of the version that a version is the difference to; ``None`` for a whole one."""
     try:
-        return int(json.loads(read_regular(folder / DELTA))["base"])
+        return read_json(folder / DELTA, Delta).base
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / DELTA}: cannot be read ({error}); publish the version again, whole") from None
 
 

@@ -24,7 +24,6 @@ moved by the next. A publisher that dies leaves a hidden directory that nobody r
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -35,10 +34,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree, make_directory, write_json
-from megaflow_hpc.host.files import read_regular, remove_tree
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, boot_id
+from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
 
@@ -70,6 +72,32 @@ class Version:
         return bool(self.path) and (Path(self.path) / ADAPTER).is_file()
 
 
+class Pointer(msgspec.Struct):
+    """The file that names the version to serve now."""
+
+    version: int
+    ordinal: int | None = None
+    """``None`` in files of earlier versions of the package."""
+
+
+class About(msgspec.Struct, kw_only=True):
+    """The record in a version's directory."""
+
+    policy: str
+    published_at: float = 0.0
+    """Seconds UTC."""
+    ordinal: int | None = None
+    """``None`` in files of earlier versions of the package."""
+    token: str = ""
+    digest: str = ""
+    source: str = ""
+    """The directory that was published."""
+    staged: str = ""
+    """Name under which the version was prepared."""
+    removed: bool = False
+    """True if the version's other files were removed."""
+
+
 def current(run: RunDir, policy: str) -> Version:
     """Returns the version to serve now; one open and read, also where the file system caches attributes.
 
@@ -77,14 +105,14 @@ def current(run: RunDir, policy: str) -> Version:
         OSError: the run directory cannot be read now; that says nothing of the version.
     """
     try:
-        found = json.loads(read_regular(_pointer(run, policy)))
-        number = int(found["version"])
-        # Earlier versions of the package wrote no ordinals.
-        ordinal = int(found["ordinal"]) if "ordinal" in found else ordinals(run, policy).get(number, 0)
-        # A run directory may have been moved since: the number says where the files are.
-        return Version(number, str(run.weights / str(number)), policy, ordinal=ordinal)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pointer = read_json(_pointer(run, policy), Pointer)
+    except (FileNotFoundError, ValueError):
         return Version(policy=policy)
+    ordinal = pointer.ordinal
+    if ordinal is None:
+        ordinal = ordinals(run, policy).get(pointer.version, 0)
+    # A run directory may have been moved since: the number says where the files are.
+    return Version(pointer.version, str(run.weights / str(pointer.version)), policy, ordinal=ordinal)
 
 
 def newest(run: RunDir, policy: str) -> Version:
@@ -98,8 +126,8 @@ def newest(run: RunDir, policy: str) -> Version:
     numbers = _numbers(run)
     for number in reversed(numbers):
         about = _about(run.weights / str(number))
-        if about is not None and about["policy"] == policy and not about.get("removed"):
-            known = numbers if "ordinal" not in about else [number]
+        if about is not None and about.policy == policy and not about.removed:
+            known = numbers if about.ordinal is None else [number]
             return next(version for version in _history(run, known) if version.version == number)
     return Version(policy=policy)
 
@@ -209,11 +237,10 @@ def _numbers(run: RunDir) -> list[int]:
         return []
 
 
-def _about(folder: Path) -> dict[str, Any] | None:
-    """Returns what a version's directory says of it; ``None`` for what is no version."""
+def _about(folder: Path) -> About | None:
+    """Returns the record of a version's directory; ``None`` if it is not a version. Raises OSError."""
     try:
-        found = json.loads(read_regular(folder / ABOUT))
-        return found if isinstance(found, dict) and isinstance(found.get("policy"), str) else None
+        return read_json(folder / ABOUT, About)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
@@ -224,11 +251,11 @@ def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | N
     for number in numbers:
         folder = run.weights / str(number)
         if (about := _about(folder)) is not None:
-            policy = about["policy"]
-            last[policy] = int(about.get("ordinal", last.get(policy, 0) + 1))  # an earlier package wrote none
-            path = "" if about.get("removed") else str(folder)
-            said = (str(about.get(name, "")) for name in ("token", "digest"))
-            found.append(Version(number, path, policy, float(about.get("published_at", 0)), last[policy], *said))
+            policy = about.policy
+            last[policy] = last.get(policy, 0) + 1 if about.ordinal is None else about.ordinal
+            path = "" if about.removed else str(folder)
+            published_at, ordinal = about.published_at, last[policy]
+            found.append(Version(number, path, policy, published_at, ordinal, about.token, about.digest))
     return found
 
 
@@ -291,13 +318,21 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
         ordinal = max((version.ordinal for version in below if version.policy == new.policy), default=0) + 1
         folder = run.weights / str(number)
         new = replace(new, version=number, path=str(folder), ordinal=ordinal)
-        about = {name: value for name, value in asdict(new).items() if name not in ("version", "path")}
-        write_json(staged / ABOUT, {**about, "source": str(source.absolute()), "staged": staged.name})
+        about = About(
+            policy=new.policy,
+            published_at=new.published_at,
+            ordinal=new.ordinal,
+            token=new.token,
+            digest=new.digest,
+            source=str(source.absolute()),
+            staged=staged.name,
+        )
+        write_record(staged / ABOUT, about)
         try:
             os.rename(staged, folder)
         except OSError:
             taken = _about(folder)
-            if taken is None or taken.get("staged") != staged.name:  # else a network file system repeated the request
+            if taken is None or taken.staged != staged.name:  # else a network file system repeated the request
                 if not folder.exists():
                     raise
                 below += _history(run, [number], {new.policy: ordinal - 1})
@@ -312,8 +347,9 @@ def _empty(folder: Path) -> None:
     about = _about(folder)
     if about is None:
         return
-    if not about.get("removed"):
-        write_json(folder / ABOUT, {**about, "removed": True})
+    if not about.removed:
+        about.removed = True
+        write_record(folder / ABOUT, about)
     for name in os.listdir(folder):
         if ABOUT not in name:  # nor what another one is about to rename to it
             remove_tree(folder / name, ignore_errors=True)

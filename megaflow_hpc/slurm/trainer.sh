@@ -105,7 +105,7 @@ export PYTHONPATH="$RUN/training/.package${PYTHONPATH:+:$PYTHONPATH}"
 # One process for each GPU; one alone opens no port. On one node they meet through files and the loopback; on several by
 # torch's store, at a random port of the first one, which asks nobody who they are (docs/explanation/security.md).
 nodes=${SLURM_JOB_NUM_NODES:-1}
-processes=${MEGAFLOW_TRAINER_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
+processes=${SLURM_GPUS_ON_NODE:-1}
 [ "$processes" -ge 1 ] || processes=1
 command=("$MEGAFLOW_TRAINER_PYTHON")
 if [ "$((nodes * processes))" -gt 1 ]; then

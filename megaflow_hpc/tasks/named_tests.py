@@ -72,7 +72,7 @@ def place(files: Path, workdir: Path, expected: Mapping[str, Any]) -> None:
         shutil.copyfile(files / name, target)
 
 
-class Recorder:
+class TestRecorder:
     """A pytest plugin: the outcome of each test id."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def record(target: str, arguments: Sequence[str]) -> int:
     """The second process: runs pytest and writes every outcome to ``target``."""
     import pytest
 
-    recorder = Recorder()
+    recorder = TestRecorder()
     status = int(pytest.main(list(arguments), plugins=[recorder]))
     Path(target).write_text(json.dumps(recorder.outcomes))
     return status

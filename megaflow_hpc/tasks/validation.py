@@ -23,7 +23,7 @@ from megaflow_hpc.types import Agent, Task
 
 
 @dataclass
-class Run:
+class ValidationRun:
     """One run of a task. ``failing`` and ``passing`` give the outcome of each named test, where they are known."""
 
     reward: float | None = None
@@ -40,8 +40,8 @@ class Validation:
     """A task, and what speaks against it."""
 
     task: str
-    before: Run
-    after: Run
+    before: ValidationRun
+    after: ValidationRun
     problems: list[str]
 
     @property
@@ -64,7 +64,7 @@ class Validation:
         }
 
 
-def judge(before: Run, after: Run) -> list[str]:
+def judge(before: ValidationRun, after: ValidationRun) -> list[str]:
     """What is wrong with a task, from its run without and its run with the solution."""
     problems = []
     for name, run, reward in (("without the solution", before, 0.0), ("with the solution", after, 1.0)):
@@ -128,7 +128,7 @@ async def _run(
     agent: Agent | None,
     provider: ApptainerProvider,
     environment: EnvironmentConfig,
-) -> Run:
+) -> ValidationRun:
     async def solve(number: int, step: Task) -> None:
         if agent is None:
             return
@@ -144,10 +144,10 @@ async def _run(
             verdict = await run_steps(task, sandbox, context, solve)
             duration_s = time.monotonic() - started
     except (SandboxError, ConfigError, UserCodeError, _SolutionFailed) as error:
-        return Run(error=str(error))
+        return ValidationRun(error=str(error))
     except TimeoutError:
-        return Run(error=f"the solution ran longer than its {task.agent_timeout_s:g} s")
-    run = Run(verdict.reward, verdict.error, output=verdict.output, duration_s=duration_s)
+        return ValidationRun(error=f"the solution ran longer than its {task.agent_timeout_s:g} s")
+    run = ValidationRun(verdict.reward, verdict.error, output=verdict.output, duration_s=duration_s)
     for artifact in verdict.artifacts:
         if artifact.name == "verifier/results.json":
             results = json.loads(artifact.data)

@@ -17,11 +17,10 @@ from megaflow_hpc.ledger import read_block
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.plan import Place, Plan, Settled
-from megaflow_hpc.trajectories.journal.records import Entry
-from megaflow_hpc.trajectories.journal.winners import Index
+from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
+from megaflow_hpc.trajectories.journal.winners import Entry, Index
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout
@@ -45,7 +44,7 @@ class _Collected:
 class Arrived:
     """A rollout that was read: where it lies, and what packing asks of it."""
 
-    place: Place
+    place: RecordPlace
     lengths: tuple[int, ...]
     """Tokens of each of its sequences of the policy."""
     sampled: tuple[int, ...]
@@ -104,7 +103,7 @@ class Buffer:
         while self._unread:
             entry = self._unread[0]
             if entry.id in self._group_of:  # else another policy's, or of a group that is settled
-                added += self._add(Place(entry.journal, entry.start, entry.epoch))
+                added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
         return added
 
@@ -113,10 +112,10 @@ class Buffer:
         """Journals that a look asks for their size."""
         return len(self._follower.cursor["journals"])
 
-    def complete(self) -> list[Group]:
+    def complete(self) -> list[SampleGroup]:
         """Returns the groups of which every rollout has ended, in the order of their blocks."""
         return [
-            Group(name, group.task, tuple(sorted(group.samples.values(), key=lambda sample: sample.index)))
+            SampleGroup(name, group.task, tuple(sorted(group.samples.values(), key=lambda sample: sample.index)))
             for name, group in self._groups.items()
             if len(group.samples) == len(group.expected)
         ]
@@ -145,7 +144,7 @@ class Buffer:
             self._settled -= self._named.pop(self._first_block)
             self._first_block += 1
 
-    def read_groups(self, plan: Plan) -> list[tuple[Group, dict[str, Arrived]]]:
+    def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
         """Reads the groups again that an earlier plan took for the first time, as far as it trained on them."""
         found: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
@@ -154,7 +153,7 @@ class Buffer:
                 found.setdefault(rollout.group, {})[rollout.id] = read
         return [
             (
-                Group(name, next(iter(own.values()))[0].task, tuple(sample for sample, _ in own.values())),
+                SampleGroup(name, next(iter(own.values()))[0].task, tuple(sample for sample, _ in own.values())),
                 {rollout: arrived for rollout, (_, arrived) in own.items()},
             )
             for name, own in found.items()
@@ -195,7 +194,7 @@ class Buffer:
     def _is_ours(self, rollout: Rollout) -> bool:
         return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
-    def _add(self, place: Place) -> bool:
+    def _add(self, place: RecordPlace) -> bool:
         sample, arrived = read_sample(self._sequences, place, self._ordinal)
         if sample.id not in self._group_of:
             return False
@@ -213,11 +212,11 @@ class Sequences:
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self._journals, self._policy = Index(run.journal), policy
-        self._kept: OrderedDict[Place, list[TokenSequence]] = OrderedDict()
+        self._kept: OrderedDict[RecordPlace, list[TokenSequence]] = OrderedDict()
         self._tokens = 0
         """Of all that is kept."""
 
-    def at(self, place: Place) -> list[TokenSequence]:
+    def at(self, place: RecordPlace) -> list[TokenSequence]:
         """Returns the sequences of a rollout that a plan names.
 
         Raises:
@@ -227,9 +226,9 @@ class Sequences:
             self.read(place)
         return self._kept[place]
 
-    def read(self, place: Place) -> tuple[Trajectory, list[TokenSequence]]:
+    def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
         """Reads a whole rollout, and returns the policy's sequences of it too; raises as :meth:`at`."""
-        trajectory = self._journals.load(Entry("", "", place.epoch, 0, 0, place.journal, place.start))
+        trajectory = self._journals.load(Entry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
         found = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
         self._tokens -= _tokens(self._kept.pop(place, []))
         self._kept[place] = found
@@ -243,7 +242,7 @@ def _tokens(sequences: Iterable[TokenSequence]) -> int:
     return sum(len(sequence.tokens) for sequence in sequences)
 
 
-def read_sample(sequences_of: Sequences, place: Place, ordinal: Ordinal) -> tuple[Sample, Arrived]:
+def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
     """Reads what data algorithms and packing ask of a rollout.
 
     Raises:

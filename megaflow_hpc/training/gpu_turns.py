@@ -16,7 +16,7 @@ import time
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.training import SharedGpu
-from megaflow_hpc.training.dataflow import SAID_S, Dataflow
+from megaflow_hpc.training.dataflow import SAY_INTERVAL_S, Dataflow
 
 FIRST_S, LOOK_S = 0.05, 0.5
 """Seconds between two looks whether the engine sleeps: at first, and at most; each is twice as late as the last."""
@@ -54,7 +54,7 @@ class GpuTurns:
         while (given := self._gpu.given(turn)) is None:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
-            if not said and time.monotonic() - began > SAID_S:
+            if not said and time.monotonic() - began > SAY_INTERVAL_S:
                 said = True
                 self._flow.tell(f"waits for the engine of {self._flow.policy} to leave the GPUs to it")
         return given.wake_s

@@ -56,7 +56,7 @@ class MicroBatch:
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """One sequence of one rollout."""
 
     rollout: int
@@ -114,10 +114,10 @@ class Minibatch:
             mine = number * self._ranks + self._rank
             yield self._pack(bins[mine] if mine < len(bins) else [])
 
-    def _bins(self, tokens: int) -> list[list[Part]]:
+    def _bins(self, tokens: int) -> list[list[SequencePart]]:
         """First fit decreasing; sequences without a token that counts are left out."""
         parts = [
-            Part(index, number, length)
+            SequencePart(index, number, length)
             for index in self.rollouts
             if self._planned[index].weight
             for number, length in enumerate(self._planned[index].lengths)
@@ -129,7 +129,7 @@ class Minibatch:
                 f"rollout {self._planned[longest.rollout].id}: a sequence of {longest.length} tokens does not fit a "
                 f"micro-batch of {tokens}; raise it, or drop such rollouts (training.data: over_length)"
             )
-        bins: list[list[Part]] = []
+        bins: list[list[SequencePart]] = []
         room: list[int] = []
         for part in sorted(parts, key=lambda part: (-part.length, part.rollout, part.sequence)):
             place = next((n for n, left in enumerate(room) if left >= part.length), None)
@@ -141,7 +141,7 @@ class Minibatch:
             room[place] -= part.length
         return bins
 
-    def _pack(self, parts: Sequence[Part]) -> MicroBatch:
+    def _pack(self, parts: Sequence[SequencePart]) -> MicroBatch:
         loaded = {index: self._load(index) for index in dict.fromkeys(part.rollout for part in parts)}
         sequences = [loaded[part.rollout][part.sequence] for part in parts]
         lengths = np.array([part.length for part in parts], np.int64)
@@ -176,40 +176,25 @@ def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> ND
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
-def split(
-    planned: Sequence[PlannedRollout],
-    groups: Sequence[int],
-    unit: str,
-    size: int,
-    random: np.random.Generator | None = None,
-) -> list[list[int]]:
-    """Cuts the rollouts of a step into minibatches; the samples of a group stay together unless ``unit`` is samples.
+def split(groups: Sequence[int], size: int, random: np.random.Generator | None = None) -> list[list[int]]:
+    """Cuts the rollouts of a step into minibatches of whole groups.
 
     Args:
-        planned, groups: the rollouts, and the number of the group of each.
-        unit: ``tasks`` (groups), ``samples`` (rollouts) or ``tokens`` (sampled ones).
-        size: most of them in a minibatch; one group or rollout may have more tokens.
-        random: shuffles; without it the plan's order stays.
+        groups: the number of the group of each rollout.
+        size: groups of a minibatch.
+        random: shuffles the groups; without it they keep the plan's order.
 
     Returns:
         Indices of rollouts by minibatch.
     """
-    if unit == "samples":
-        items = [[index] for index in range(len(planned))]
-    else:
-        by_group: dict[int, list[int]] = {}
-        for index, group in enumerate(groups):
-            by_group.setdefault(group, []).append(index)
-        items = list(by_group.values())
+    by_group: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        by_group.setdefault(group, []).append(index)
+    members = list(by_group.values())
     if random is not None:
-        items = [items[n] for n in random.permutation(len(items))]
-    found: list[list[int]] = []
-    room = 0
-    for item in items:
-        cost = sum(sum(planned[index].sampled) for index in item) if unit == "tokens" else 1
-        if not found or cost > room:
-            found.append([])
-            room = size
-        found[-1] += item
-        room -= cost
-    return found
+        members = [members[n] for n in random.permutation(len(members))]
+    minibatches = []
+    for first in range(0, len(members), size):
+        chosen = members[first : first + size]
+        minibatches.append([index for group in chosen for index in group])
+    return minibatches

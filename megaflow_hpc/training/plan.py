@@ -2,10 +2,10 @@
 
 ::
 
-    batches/000003.json     :class:`Batch`: tasks that were asked for together
+    batches/000003.json     :class:`TaskBatch`: tasks that were asked for together
     refills/012001.json     :class:`Refill`: tasks that step 12 asked for in the place of groups that were dropped
     added/3610421.json      :class:`Added`: tasks that the trainer asked for by itself
-    steps/000012.json       :class:`Plan`: what step 12 trains on, and what it drops; never changed
+    steps/000012.json       :class:`StepPlan`: what step 12 trains on, and what it drops; never changed
     commits/000012.json     step 12 is done: its checkpoint, its weights, its metrics
     trainers/000002.json    the second start of the trainer; earlier ones commit no more
     checkpoints/12/         the trainer's own files
@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
     """Where a journal holds a rollout."""
 
     journal: str
@@ -51,7 +51,7 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     id: str
     task: str
     group: str
-    place: Place
+    place: RecordPlace
     reward: float | None = None
     """``None`` unless verified."""
     advantage: float = 0.0
@@ -73,7 +73,7 @@ class Settled(msgspec.Struct, kw_only=True, frozen=True):
 
     cursor: dict[str, Any] = {}
     """Where the reading of the journals goes on."""
-    waiting: list[Place] = []
+    waiting: list[RecordPlace] = []
     """Rollouts that were read and are of no step yet."""
     first_block: int = 0
     """Every group in blocks below this one is settled."""
@@ -81,7 +81,7 @@ class Settled(msgspec.Struct, kw_only=True, frozen=True):
     """Groups in later blocks that are settled."""
 
 
-class Plan(msgspec.Struct, kw_only=True):
+class StepPlan(msgspec.Struct, kw_only=True):
     """What one step is made of."""
 
     format_version: int = FORMAT_VERSION
@@ -106,7 +106,7 @@ class Plan(msgspec.Struct, kw_only=True):
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class TaskBatch(msgspec.Struct, kw_only=True):
     """Tasks that were asked for together; their blocks are added from this, once."""
 
     batch: int
@@ -120,11 +120,11 @@ class Batch(msgspec.Struct, kw_only=True):
     """Of the choice of tasks, after this one."""
 
 
-class Refill(Batch, kw_only=True):
+class Refill(TaskBatch, kw_only=True):
     """Further tasks for a step; ``batch`` counts the batches that were asked for before."""
 
 
-class Added(Batch, kw_only=True):
+class Added(TaskBatch, kw_only=True):
     """Tasks that a trainer asked for by itself; ``batch`` counts the batches that were asked for before."""
 
 
@@ -179,7 +179,7 @@ class TrainingFiles:
 
     def digest(self, step: int) -> str:
         """Returns the SHA-256 of a plan's file, in hexadecimal."""
-        return hashlib.sha256(read_regular(self._folder(Plan) / f"{step:06d}.json")).hexdigest()
+        return hashlib.sha256(read_regular(self._folder(StepPlan) / f"{step:06d}.json")).hexdigest()
 
     # --- the trainer's starts ---
 
@@ -223,10 +223,10 @@ class TrainingFiles:
 
 
 _KINDS: dict[type[msgspec.Struct], str] = {
-    Batch: "batches",
+    TaskBatch: "batches",
     Refill: "refills",
     Added: "added",
-    Plan: "steps",
+    StepPlan: "steps",
     Commit: "commits",
     Trainer: "trainers",
 }

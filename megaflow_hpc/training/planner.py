@@ -12,9 +12,9 @@ from megaflow_hpc.config.data_algorithms import ReplayConfig
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.choice import Choice
-from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer
-from megaflow_hpc.training.plan import Plan, PlannedRollout
+from megaflow_hpc.training.plan import PlannedRollout, StepPlan
 
 
 class Planner:
@@ -31,7 +31,7 @@ class Planner:
         settings: PolicyTraining,
         buffer: Buffer,
         learned: dict[str, Any],
-        earlier: Iterable[Plan] = (),
+        earlier: Iterable[StepPlan] = (),
     ) -> None:
         self._config, self._settings, self._buffer = config, settings, buffer
         self._prompts = Prompts(config.prompts)
@@ -40,7 +40,7 @@ class Planner:
         """After a plan that was not made: groups that it lacks."""
         steps = (step.settings for step in config.data)
         self._replayable = next((step.size for step in steps if isinstance(step, ReplayConfig)), 0)
-        self._used: deque[tuple[Group, dict[str, Arrived]]] = deque(maxlen=self._replayable)
+        self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
         """Groups that may be trained on again, the latest last."""
         for plan in earlier if self._replayable else ():
             for group in reversed(buffer.read_groups(plan)):
@@ -58,7 +58,7 @@ class Planner:
         last: bool = False,
         replace: bool = False,
         short: bool = False,
-    ) -> Plan | None:
+    ) -> StepPlan | None:
         """Returns the plan of a step; ``None`` while there is too little for one, and :attr:`lacks` says how much.
 
         Args:
@@ -103,7 +103,7 @@ class Planner:
             for group in choice.taken:
                 self._used.append((group, {sample.id: arrived[sample.id] for sample in group.samples}))
         self._buffer.settle(group.id for group in settled)
-        return Plan(
+        return StepPlan(
             step=step,
             version=version,
             seed=self._seed(step),
@@ -117,7 +117,7 @@ class Planner:
     def _seed(self, step: int) -> list[int]:
         return [self._config.seed, 2, step]
 
-    def _choose(self, step: int, version: int, complete: list[Group], settles: int) -> Choice:
+    def _choose(self, step: int, version: int, complete: list[SampleGroup], settles: int) -> Choice:
         return choose(
             self._config,
             complete,

@@ -20,25 +20,37 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weights import Version, current, publish
 from megaflow_hpc.training.microbatch import Minibatch, split
-from megaflow_hpc.training.plan import Place, Plan, TrainingFiles
+from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
+
+KEPT_VERSIONS = 3
+"""Versions of the weights that trainers keep: engines may serve one while they load the next."""
 
 
 class Flow(Protocol):
-    """What a step asks of the dataflow that it is of."""
+    """The part of a dataflow that its steps use."""
 
     run: RunDir
-    policy: str
     config: TrainingConfig
-    settings: PolicyTraining
     files: TrainingFiles
     trainer: int
     rank: int
     ranks: int
-    temperature: float
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy."""
+
+    @property
+    def settings(self) -> PolicyTraining:
+        """How the policy is trained."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of the policy."""
 
     def check(self) -> None:
-        """Raises LedgerError where a later trainer was started."""
+        """Raises LedgerError if a later trainer was started."""
 
     def committed(self, commit: Commit) -> None:
         """Notes that a step is committed."""
@@ -46,7 +58,7 @@ class Flow(Protocol):
     def ordinal(self, version: int) -> int:
         """Returns the policy's own count of a weight version's number."""
 
-    def sequences(self, place: Place) -> list[TokenSequence]:
+    def sequences(self, place: RecordPlace) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout."""
 
 
@@ -59,7 +71,7 @@ class Step:
         plan_s: seconds that were spent on reading and planning.
     """
 
-    def __init__(self, flow: Flow, plan: Plan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
+    def __init__(self, flow: Flow, plan: StepPlan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
         self._flow, self.plan, self.wait_s, self.plan_s = flow, plan, wait_s, plan_s
 
     @property
@@ -96,9 +108,8 @@ class Step:
             if loss.minibatch is None:
                 yield self.minibatch()
                 continue
-            ((unit, size),) = loss.minibatch.model_dump(exclude_none=True).items()
             random = np.random.default_rng([*self.plan.seed, epoch])
-            for rollouts in split(self.plan.rollouts, self.groups, unit, size, random):
+            for rollouts in split(self.groups, loss.minibatch, random):
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.journal.frames import pack_record as pack_record
     from megaflow_hpc.trajectories.journal.frames import read_journal as read_journal
     from megaflow_hpc.trajectories.journal.writer import JournalWriter as JournalWriter
-    from megaflow_hpc.trajectories.journal.writer import valid_length as valid_length
     from megaflow_hpc.trajectories.maintenance.gather import gather as gather
     from megaflow_hpc.trajectories.maintenance.validate import validate as validate
     from megaflow_hpc.trajectories.reading.follow import follow as follow
@@ -24,7 +23,6 @@ _HOME = {
     "JournalWriter": "journal.writer",
     "pack_record": "journal.frames",
     "read_journal": "journal.frames",
-    "valid_length": "journal.writer",
     "follow": "reading.follow",
     "gather": "maintenance.gather",
     "open_trajectories": "reading.store",

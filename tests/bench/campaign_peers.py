@@ -29,15 +29,15 @@ from pathlib import Path
 
 import yaml
 
-from megaflow_hpc.bench.checkout import ROOT
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import free_port
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.child import die_with_parent
+from tests.bench.figures import Figure
 from tests.bench.gateway_peers import environment
 from tests.support.harbor_tasks import write_solved_task
+from tests.support.places import ROOT
 
 Note = Callable[[str], None]
 PACKAGES = ("mini-swe-agent>=2.4,<3", "datasets", "verifiers>=0.4,<0.5")

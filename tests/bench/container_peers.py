@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaflow_hpc.bench.figures import Figure, quantile
 from megaflow_hpc.environments import ApptainerProvider
+from tests.bench.figures import Figure, quantile
 
 COMMAND = "/bin/true"
 
@@ -217,7 +217,7 @@ async def _milliseconds(work: Callable[[], Awaitable[object]]) -> float:
 async def beside_commands(
     figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of ``bench exec`` with peers: latency of ``count`` commands, and their rate at once."""
+    """The figures of ``tests.bench.exec`` with peers: latency of ``count`` commands, and their rate at once."""
     figures = list(figures)
     async for peer in _peers(provider, image, note):
         box = await peer.start()
@@ -236,7 +236,7 @@ async def beside_commands(
 async def beside_starts(
     figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of ``bench sandbox`` with peers: ``count`` starts, one after the other and at once."""
+    """The figures of ``tests.bench.sandbox`` with peers: ``count`` starts, one after the other and at once."""
 
     async def start(peer: PeerKind) -> Box:
         box = await peer.start()

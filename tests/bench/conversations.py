@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaflow_hpc.bench.figures import Figure, median
 from megaflow_hpc.model.engines.scripted.script import Answer, ToolCall
+from tests.bench.figures import Figure, median
 
 TOOLS = ("bash", "edit")
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}

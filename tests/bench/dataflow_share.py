@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.training.step import Step
 
 R = TypeVar("R")
@@ -51,23 +51,23 @@ def main() -> int:
         shutil.copytree(source, run.path, symlinks=True)
         (run.path / "ledger" / "finished").unlink(missing_ok=True)
         files = TrainingFiles(run, "default")
-        steps = files.numbers(Plan)
+        steps = files.numbers(StepPlan)
         for left in ("steps", "commits", "trainers"):
             shutil.rmtree(files.path / left)
         flow = Dataflow(run, say=lambda text: None)
-        flow._enter()
+        flow.start()
         plans: list[float] = []
         packs: list[float] = []
         commits: list[float] = []
         looks: list[float] = []
         for number in steps:
-            plan = timed(partial(flow._try, number), plans)
+            plan = timed(partial(flow.try_plan, number), plans)
             assert plan is not None, number
             step = Step(flow, plan)
             timed(partial(pack, step), packs)
             timed(step.commit, commits)
         for _ in range(LOOKS):
-            timed(partial(flow._try, len(steps) + 1), looks)
+            timed(partial(flow.try_plan, len(steps) + 1), looks)
         flow.leave()
     print(
         f"{len(steps)} steps, ms of processor time in each: {mean(plans):.1f} to read and plan, {mean(packs):.1f} to "

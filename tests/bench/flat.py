@@ -15,8 +15,8 @@ from pathlib import Path
 import h5py
 import yaml
 
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.campaign.facade import Campaign
+from tests.bench.figures import Figure
 from tests.support.harbor_tasks import write_solved_task
 
 SLOTS = 32

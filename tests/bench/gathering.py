@@ -1,8 +1,8 @@
-"""How long it takes to gather a whole campaign: rollouts of many pods whose commits lie between one another.
+"""Measures how long it takes to gather a whole campaign.
 
-``python -m tests.bench.gathering [--rollouts 1000000] [--tokens 500] [--pods 20]`` writes the journals of so many
-pods by turns and closes them as pods do, each with its shard, then gathers them in a process of its own, and prints
-seconds of wall and processor time and the memory; the file is read once more and its ids are counted.
+``python -m tests.bench.gathering [--rollouts 1000000] [--tokens 500] [--pods 20]`` writes the journals of several pods
+by turns, so that their rollouts are between one another in time. It then gathers them in a separate process, and prints
+wall and processor time and the peak memory. At the end it reads the file and counts its ids.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
-from megaflow_hpc.bench.transcripts import Transcripts
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.shard_maker import make_shard
-from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
+from tests.bench.transcripts import Transcripts
 
 GATHER = """
 import json, resource, sys, time
@@ -43,7 +40,7 @@ GROUP = 16
 
 
 def write_journals(run: RunDir, pods: int, rollouts: int, tokens: int) -> int:
-    """Writes the rollouts to so many journals by turns; returns the bytes of these."""
+    """Writes the rollouts to the journals of ``pods`` pods by turns, and returns the bytes of the journals."""
     transcripts = Transcripts()
     drawn = [transcripts.draw(number, tokens, max(2, tokens // 750)) for number in range(12)]
     writers = [JournalWriter(run.journal_file(f"900_{pod}", "0")) for pod in range(pods)]
@@ -68,7 +65,7 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--pods", type=int, default=20)
-    parser.add_argument("--directory", help="for the run, some 10 GB by default")
+    parser.add_argument("--directory", help="for the run, about 11 GB by default")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="gathering-", dir=given.directory))
     try:
@@ -77,10 +74,6 @@ def main() -> int:
         Ledger(run).create()
         size = write_journals(run, given.pods, given.rollouts, given.tokens)
         print(f"{given.rollouts} rollouts of {given.tokens} tokens, {given.pods} pods: {size / 1e9:.2f} GB", flush=True)
-        began = time.monotonic()
-        made = [make_shard(run, path) for path in journals(run)]
-        took = (time.monotonic() - began) / 60
-        print(f"{sum(made)} shards, which pods make for themselves: {took:.1f} min, one after another", flush=True)
         words = [sys.executable, "-c", GATHER, str(run.path)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -88,8 +81,8 @@ def main() -> int:
             return 1
         found = json.loads(done.stdout)
         print(
-            f"gathered: {found['s'] / 60:.1f} min ({found['cpu_s'] / 60:.1f} min of CPU), {found['mb']} MB of memory, "
-            f"{found['bytes'] / 1e9:.2f} GB, ids and different ones: {found['found']}"
+            f"gathered: {found['s']:.0f} s wall, {found['cpu_s']:.0f} s of processor time, {found['mb']} MB of memory, "
+            f"{found['bytes'] / 1e9:.2f} GB, ids and different ids: {found['found']}"
         )
         return found["found"] != [given.rollouts, given.rollouts]
     finally:

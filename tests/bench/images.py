@@ -1,4 +1,10 @@
-"""What ``bench images`` measures, and how; ``megaflow_hpc/bench/images.py`` says what it is."""
+"""Images: what is copied when a node runs far more images than it has room for.
+
+Small but real images (Apptainer built the first; the others differ in content and digest) lie in a store. Ranks, one
+process each, lease them in the order in which the scheduler of a pod starts their rollouts, and stage ahead in that
+order, into one cache that may take a tenth of all. A perfect order reads every image once. The rollouts themselves are
+simulated: each holds its image for some milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.checkout import ROOT
-from megaflow_hpc.bench.figures import Figure, quantile
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
@@ -25,6 +29,10 @@ from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.types import Rollout
+from tests.bench.arguments import above_zero, add_count
+from tests.bench.command import main
+from tests.bench.figures import Figure, quantile
+from tests.support.places import ROOT
 from tests.support.small_images import SmallImages
 
 GOAL = 1.1
@@ -32,7 +40,22 @@ AHEAD = 16
 """Images that a rank is told of before their rollouts start."""
 
 
-def measure(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_count(parser, "--images", 500, "distinct images")
+    add_count(parser, "--samples", 16, "rollouts of each image")
+    add_count(parser, "--ranks", 4, "processes that share the node")
+    add_count(parser, "--slots", 8, "rollouts at a time in each of them")
+    add_count(parser, "--kilobytes", 400, "size of an image, in kB")
+    parser.add_argument(
+        "--budget", type=above_zero, default=0.1, metavar="SHARE", help="room, as a share of all images (%(default)s)"
+    )
+    parser.add_argument(
+        "--hold", type=above_zero, default=0.02, metavar="S", help="mean seconds of a rollout (%(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     """Makes small images, runs the ranks of a node over them, and measures what was copied."""
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-", ignore_cleanup_errors=True) as name:
         root = Path(name)
@@ -168,3 +191,7 @@ def _bytes_below(path: Path) -> int:
                 except OSError:
                     continue  # just removed
     return total
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.host.mpi import mpiexec
+from tests.bench.figures import Figure
 
 GOAL_MB = 100.0
 """Of rank 0."""
@@ -65,11 +65,11 @@ def plan(path: Path, count: int) -> dict[str, float]:
 
 def rank(path: Path) -> None:
     """One rank of the pod; rank 0 leaves its figures in the run directory."""
-    from megaflow_hpc.bench.programs.dispatch_ranks import follow
     from megaflow_hpc.host.atomic import write_json
     from megaflow_hpc.pod.comm import MpiComm, world_hint
     from megaflow_hpc.pod.master.assembly import lead
     from megaflow_hpc.rundir.layout import RunDir
+    from tests.bench.dispatch_ranks import follow
 
     said = path / "report" / "rank0.json"
     if world_hint()[0] > 0:

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.mpi import find_mpiexec
+from tests.bench.figures import Figure
 
 FEW, MANY, TIMES = 1_000, 6_000, 20
 SLOTS = 128
@@ -74,13 +74,13 @@ def _strace(strace: str, log: Path) -> list[str]:
 
 
 def _pod(strace: str, rollouts: int, ranks: int) -> int:
-    from megaflow_hpc.bench.programs.dispatch_ranks import plan
+    from tests.bench.dispatch_ranks import plan
 
     mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="megaflow-bench-") as folder:
         run, log = Path(folder) / "run", Path(folder) / "log"
         plan(run, rollouts)
-        rank = [sys.executable, "-m", "megaflow_hpc.bench.programs.dispatch_ranks", str(run), "256"]
+        rank = [sys.executable, "-m", "tests.bench.dispatch_ranks", str(run), "256"]
         words = [mpiexec, "-n", "1", *_strace(strace, log), *rank, ":", "-n", str(ranks), *rank]
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
         if not (run / "ledger" / "finished").exists():

@@ -3,10 +3,10 @@
     python -m tests.bench.pace
 
 64 tasks × 16 samples a step. Rollouts last log-normally (σ 0.8, mean 120 s) and one in a hundred runs into a limit of
-600 s: a heavy tail. There are 15 % more slots than keep the trainer busy on average. Batches are asked for and steps
-are made by the rule of ``megaflow_hpc.training.pace``. With two policies each has a trainer and half of the slots; *in
-turn* is one of both at a time on all slots: all rollouts of one policy, its update, then the other's, as where engines
-and trainers share their GPUs.
+600 s: a heavy tail. There are 15 % more slots than keep the trainer busy on average. Batches are requested and steps
+are made as ``megaflow_hpc.training.staleness`` does. With two policies each has a trainer and half of the slots. *In
+turn* means that one of them at a time uses all slots: all rollouts of one policy, its update, then those of the other,
+as if engines and trainers shared their GPUs.
 """
 
 from __future__ import annotations

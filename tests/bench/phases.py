@@ -21,7 +21,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.arguments import add_count, add_image, image_of
 from megaflow_hpc.cli.output import table
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
@@ -32,6 +31,7 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor import verifier
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.types import Rollout
+from tests.bench.arguments import add_count, add_image, image_of
 from tests.support.harbor_tasks import write_files
 
 TASK = {

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.slurm import site
 from tests.bench.chaos_campaign import write_campaign
+from tests.bench.figures import Figure
 from tests.support.waiting import until
 
 DAEMONS = ("MESSAGE_", "REQUEST_COMPLETE_", "REQUEST_STEP_COMPLETE", "REQUEST_PING", "ACCOUNTING_")

@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.baselines import plain
-from megaflow_hpc.bench.figures import Figure
-from megaflow_hpc.bench.store_reads import BATCH, in_new_process
+from tests.bench.baselines import plain
+from tests.bench.figures import Figure
+from tests.bench.store_reads import BATCH, in_new_process
 
 GROUP = 16
 """Rollouts per row group of a Parquet file."""

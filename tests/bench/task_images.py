@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megaflow_hpc.bench.figures import Figure
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
@@ -28,6 +27,7 @@ from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
+from tests.bench.figures import Figure
 from tests.support.harbor_tasks import write_solved_task
 
 TASKS, IMAGES, ENVIRONMENTS = int(os.environ.get("TASKS", "37")), 500, 60

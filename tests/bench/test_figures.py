@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaflow_hpc.bench.figures import median, report
+from tests.bench.figures import median, report
 
 
 def test_a_peer_ratio_above_one_means_that_ours_is_better() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaflow_hpc.bench import gateway
+from tests.bench import gateway
 
 
 def test_every_call_is_recorded_and_figures_stand_beside_the_direct_calls() -> None:

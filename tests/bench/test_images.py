@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaflow_hpc.bench import images
+from tests.bench import images
 
 
 def test_with_room_for_a_quarter_every_image_is_copied_hardly_more_than_once() -> None:

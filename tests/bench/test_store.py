@@ -10,11 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
-from megaflow_hpc.bench.store_reads import generate
-from megaflow_hpc.bench.transcripts import VOCABULARY, Transcripts
 from megaflow_hpc.cli import main
 from megaflow_hpc.trajectories import open_trajectories, validate
 from tests.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
+from tests.bench.store_reads import generate
+from tests.bench.transcripts import VOCABULARY, Transcripts
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.bench.figures import Figure, median, quantile
 from megaflow_hpc.rundir import weights
+from tests.bench.figures import Figure, median, quantile
 from tests.support.serving import Servers, call
 
 GOAL_S = 1.5

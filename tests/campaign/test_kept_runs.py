@@ -38,7 +38,7 @@ def test_another_minor_version_is_refused_before_anything_is_queued(planned: Run
 @pytest.mark.slow  # a whole campaign
 def test_a_run_that_was_moved_and_purged_of_what_was_empty_goes_on(planned: Run, tmp_path: Path) -> None:
     moved = planned.path.rename(tmp_path / "elsewhere")
-    for room in ("journal", "events", "logs", "shards", "weights"):
+    for room in ("journal", "events", "logs", "weights"):
         (moved / room).rmdir()
     assert cli("resume", moved, "--launcher", "local").returncode == 0
     assert set(rows(moved).values()) == {("completed", 1.0)}

@@ -15,13 +15,11 @@ from megaflow_hpc.rundir.events import PodEvent, RolloutEvent, StartEvent, encod
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather
-from megaflow_hpc.trajectories.journal.shards import write_shard
-from megaflow_hpc.trajectories.journal.winners import journals
 from tests.support.journals import digests, record, write_between
 from tests.support.samples import trajectory
 
 PODS, STORED = 1_200, 280
-JOURNALS = 10
+JOURNALS = 20
 
 LOOKS = """
 import json, os, resource, sys
@@ -99,14 +97,11 @@ def test_a_run_of_more_pods_than_descriptors_is_watched_led_and_followed(tmp_pat
     }
 
 
-def test_more_shards_than_descriptors_are_gathered(tmp_path: Path) -> None:
+def test_more_journals_than_descriptors_are_gathered(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     Ledger(run).create()
-    write_between(run, JOURNALS, 3 * JOURNALS, rotate_bytes=1 << 20)
-    for journal in journals(run):
-        write_shard(run, journal)
-    assert len(list(run.shards.glob("*.h5"))) == JOURNALS
+    write_between(run, JOURNALS, 3 * JOURNALS)
     done = limited(GATHERS, run, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == "", done.stderr

@@ -25,7 +25,7 @@ from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.report.figures import Loaded
+from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.trajectories.exports import export, import_jsonl
 from megaflow_hpc.trajectories.maintenance import anonymise, checksums, compact, disk_usage, gather, validate
@@ -46,7 +46,7 @@ LONG: dict[str, list[Any]] = {
     "du {run}": [disk_usage.of_run],
     "export {run} --format jsonl": [export],
     "import {run}/export/trajectories.jsonl -o {run}/back.h5": [import_jsonl.import_jsonl],
-    "report {run} --prometheus {run}/metrics.prom": [Loaded.__init__],
+    "report {run} --prometheus {run}/metrics.prom": [LoadedRun.__init__],
     "compact {run} --drop-journals --dry-run": [compact.drop_journals],
 }
 """Words, in an order in which each finds what it needs, and the functions that make them long."""

@@ -150,8 +150,8 @@ def test_journals_go_for_good_only_after_a_yes(megaflow, run, monkeypatch):
     size = sum(file.stat().st_size for file in run.journal.iterdir())
     compact = ("compact", run, "--drop-journals")
     shown = json.loads(megaflow(*compact, "--dry-run", "--json").stdout)
-    assert shown == {"journals": 1, "shards": 0, "journal_bytes": size, "dry_run": True}
-    said = f"{run}: 1 journals and shards, {size / 1e6:.1f} MB"
+    assert shown == {"journals": 1, "journal_bytes": size, "dry_run": True}
+    said = f"{run}: journal files: 1, {size / 1e6:.1f} MB"
     assert megaflow(*compact, "--dry-run", "--yes").stdout == megaflow(*compact, "--dry-run").stdout
     assert megaflow(*compact, "--dry-run").stdout == f"{said}, would go\n"
     ours, theirs = os.openpty()

@@ -20,7 +20,6 @@ NO_RUN = "make one with: megaflow-hpc plan CAMPAIGN"
 NO_CAMPAIGN = "correct the path"
 NO_STORE = "expected a trajectories.h5"
 NO_TASK = "make some with: megaflow-hpc tasks build"
-WHOLE = "give a whole number of at least"
 
 WRONG = {
     "init": ("/no/campaign.yaml", "/no/campaign.yaml", "make it, or name another file"),
@@ -66,14 +65,6 @@ WRONG = {
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),
     "janitor": ("--scrtch /no", "--scrtch", "no such option"),
-    "bench sandbox": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
-    "bench exec": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
-    "bench modes": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
-    "bench dispatch": ("--ranks 0", "0", WHOLE),
-    "bench gateway": ("--clients many", "many", WHOLE),
-    "bench images": ("--budget 0", "0", "give a number above 0"),
-    "bench store": ("--repeat 0", "0", WHOLE),
-    "bench campaign": ("--image /no/image.sif", "/no/image.sif", "name a SIF"),
 }
 """Verb → its arguments, one of which is bad, the value that is refused, and what is said about it."""
 
@@ -113,9 +104,7 @@ def test_a_verb_is_carried_out_without_the_modules_of_others() -> None:
     code = "import sys; from megaflow_hpc.cli import main; main(['--json', 'du', '/gone']); print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "megaflow_hpc.cli.files.store" in modules
-    assert [
-        name for name in modules if name.startswith(("megaflow_hpc.cli.making", "megaflow_hpc.bench", "rich"))
-    ] == []
+    assert [name for name in modules if name.startswith(("megaflow_hpc.cli.making", "rich"))] == []
 
 
 @pytest.mark.parametrize("verb", sorted(PARSERS))
@@ -164,7 +153,6 @@ def test_a_bad_argument_is_named_on_stderr_with_the_remedy(
         "images list",
         "images manifest {campaign}",
         "janitor",
-        "bench gateway --shapes",
     ],
 )
 def test_with_json_nothing_else_is_on_stdout(

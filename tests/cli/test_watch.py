@@ -13,8 +13,8 @@ import pytest
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.view.app import Looked, WatchApp
 from megaflow_hpc.cli.view.detail import DetailScreen, known
-from megaflow_hpc.cli.view.reader import Look
-from megaflow_hpc.cli.view.rows import Rows
+from megaflow_hpc.cli.view.reader import RunView
+from megaflow_hpc.cli.view.rows import RolloutRows
 from megaflow_hpc.cli.view.tables import RolloutTable
 from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.rundir.events import (
@@ -71,7 +71,7 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             assert "9997/10000 99%" in seen
             assert "running 3" in seen
             assert "failed attempts: sandbox 10 (n\\x1b[2J1 10), user 10" in seen
-            rows = app.query_one(Rows)
+            rows = app.query_one(RolloutRows)
             assert [rows.on_screen[n] for n in (0, 2, 3)] == [f"task{MANY - n}/oracle/0" for n in (3, 1, 4)]
             await pilot.press("end")
             await pilot.pause()
@@ -93,9 +93,9 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             await shows(pilot, "later/1/0")
             assert rows.key == chosen  # what was stored meanwhile has not moved the choice to another
             app.push_screen(DetailScreen(chosen, app.reader))
-            app.on_looked(Looked(Look(app.snapshot)))  # while that screen is being made
+            app.on_looked(Looked(RunView(app.snapshot)))  # while that screen is being made
             await shows(pilot, f"{chosen}  completed")
-        app.on_looked(Looked(Look(app.snapshot)))  # one that comes when the screen is gone
+        app.on_looked(Looked(RunView(app.snapshot)))  # one that comes when the screen is gone
 
     asyncio.run(scenario())
 

@@ -150,8 +150,6 @@ WORDS = {
     "tasks import file": "file: expected a .jsonl file",
     "images pull ubuntu": "ubuntu: neither an address (docker://…) nor a SIF file; did you mean docker://ubuntu?",
     "images build docker://x --map foo": "--map foo: expected NAME=VALUE",
-    "bench sandbox --image .": "--image .: a directory without bin/sh, no unpacked image; name a SIF with python3",
-    "bench exec --image ''": "--image: missing, and MEGAFLOW_TEST_BASE_SIF is not set; name a SIF with python3",
 }
 """Words → what is said to them."""
 

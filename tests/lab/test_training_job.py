@@ -16,7 +16,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.slurm import accounting
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from tests.support.campaigns import Make, cli, rows
 from tests.support.places import ROOT
 from tests.support.processes import kill, processes, processes_of
@@ -61,7 +61,7 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
     assert summary["rollouts"]["total"] == summary["rollouts"]["completed"] == 12
     assert len(summary["pods"]) == 1, "the pod waited on its node for the trainer to come back"
     files = TrainingFiles(run.dir, "default")
-    assert files.numbers(Plan) == files.numbers(Commit) == [1, 2, 3]
+    assert files.numbers(StepPlan) == files.numbers(Commit) == [1, 2, 3]
     shown = json.loads(cli("status", run.path, "--json").stdout)["training"]["default"]
     assert (shown["step"], shown["steps"], shown["reward"], shown["trainer"]["state"]) == (3, 3, 1.0, "done")
     assert shown["trainer"]["job_id"] == trainer

@@ -37,9 +37,9 @@ from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import LEASES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.records import counts
-from megaflow_hpc.trajectories.journal.winners import index
-from megaflow_hpc.trajectories.journal.writer import JournalWriter, valid_length
+from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import counts, index
+from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.trajectories.reading.follow import follow
 from megaflow_hpc.types import Rollout
 from tests.ledger.passthrough import DEVICE, KINDS, device, mounted
@@ -147,7 +147,7 @@ def _one_start(
 ) -> str:
     while ledger.may_commit:
         ledger.renew()
-        claim = ledger.claim(lambda owner: valid_length(run.journal / f"{owner}.journal"))
+        claim = ledger.claim(StoredRollouts(run).length)
         if claim is None:
             if not (ledger.seen.unfinished or ledger.seen.unsettled):  # a second, older listing may have unsettled it
                 return "done"

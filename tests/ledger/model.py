@@ -35,8 +35,7 @@ from megaflow_hpc.ledger.rules import Rules
 from megaflow_hpc.ledger.sharing import Sharing
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
-from megaflow_hpc.trajectories.journal.records import Entry, counts
-from megaflow_hpc.trajectories.journal.winners import decide
+from megaflow_hpc.trajectories.journal.winners import Entry, counts, decide
 from megaflow_hpc.types import Rollout
 
 TIMES = Times(renew_s=1, commit_s=2, lease_s=4)
@@ -462,7 +461,7 @@ class Model:
 
     def _entries(self, state: State) -> list[tuple[Entry, int, int]]:
         return [
-            (Entry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number), block, number + 1)
+            (Entry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number, 1), block, number + 1)
             for owner, records in sorted(state.journals)
             for number, (rollout, block, epoch, time) in enumerate(records)
         ]

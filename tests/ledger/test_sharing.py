@@ -147,7 +147,7 @@ def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
     first, second = Pod(run, "a"), Pod(run, "b")
     assert first.claim() is not None
     first.blocks.settled(0, "t001/oracle/0")
-    first.blocks.release()
+    first.blocks.release(0)
     claimed = second.claim()
     assert claimed is not None
     assert claimed.claim == Claim(0, 1)

@@ -18,7 +18,7 @@ from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.comparison import compare, paired_interval
 from megaflow_hpc.report.cost import Prices
-from megaflow_hpc.report.figures import Loaded, figures_of, to_builtins
+from megaflow_hpc.report.figures import LoadedRun, figures_of, to_builtins
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.prometheus import text as metrics
@@ -115,7 +115,7 @@ def test_a_pod_that_left_no_word_is_gone_once_somebody_knows(attacked: RunDir, t
         run.event_file(pod, start).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run.ledger / "gone").mkdir(parents=True, exist_ok=True)
     (run.ledger / "gone" / "7_1.c").touch()
-    with Loaded(run.path) as loaded:
+    with LoadedRun(run.path) as loaded:
         bars = bars_of(loaded.rollouts, loaded.events, loaded.threshold)
     found = loaded.figures
     states = {pod.pod: pod.state for pod in found.pods}
@@ -130,7 +130,7 @@ def test_a_pod_that_left_no_word_is_gone_once_somebody_knows(attacked: RunDir, t
 
 
 def test_figures_of_tasks_are_those_of_their_own_rollouts(attacked: RunDir) -> None:
-    with Loaded(attacked.path) as loaded:
+    with LoadedRun(attacked.path) as loaded:
         rows = loaded.rollouts
         for one in loaded.figures.tasks:
             own = [n for n in range(len(rows)) if (rows.task.of(n), rows.policy.of(n)) == (one.task, one.policy)]
@@ -142,7 +142,7 @@ def test_figures_of_tasks_are_those_of_their_own_rollouts(attacked: RunDir) -> N
 
 def test_of_very_many_transcripts_some_are_in_the_page(attacked: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaflow_hpc.report.transcripts.MOST", 5)
-    with Loaded(attacked.path) as loaded:
+    with LoadedRun(attacked.path) as loaded:
         assert len(transcripts(loaded.store, loaded.rollouts, "some")) == 5
         assert len(transcripts(loaded.store, loaded.rollouts, "all")) == 48
         assert "5 of 48 transcripts are in this page" in page([loaded], [], [])
@@ -246,9 +246,9 @@ def test_levels_lanes_and_thinning() -> None:
 
 
 def test_transcripts_are_cut_and_chosen_failures_first(attacked: RunDir) -> None:
-    from megaflow_hpc.report.figures import Loaded
+    from megaflow_hpc.report.figures import LoadedRun
 
-    with Loaded(attacked.path) as loaded:
+    with LoadedRun(attacked.path) as loaded:
         order = list(chosen(loaded.rollouts))
         assert sorted(order) == list(range(48))
         assert loaded.rollouts.status.of(order[0]) == "failed"

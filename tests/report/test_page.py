@@ -12,7 +12,7 @@ import pytest
 from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.charts.pictures import pictures
 from megaflow_hpc.report.comparison import compare
-from megaflow_hpc.report.figures import Loaded
+from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.rundir.layout import RunDir
@@ -23,7 +23,7 @@ from tests.support.reports import ATTACK, POLICIES
 @pytest.fixture(scope="module")
 def shown(attacked: RunDir, better: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report on both runs."""
-    with Loaded(attacked.path) as one, Loaded(better.path) as other:
+    with LoadedRun(attacked.path) as one, LoadedRun(better.path) as other:
         runs = [one, other]
         differences = compare([run.figures for run in runs])
         bars = [bars_of(run.rollouts, run.events, run.threshold) for run in runs]
@@ -131,7 +131,7 @@ async def _look(address: str, scratch: Path) -> None:
 
 
 def test_pictures_are_pngs_of_every_chart(attacked: RunDir) -> None:
-    with Loaded(attacked.path) as loaded:
+    with LoadedRun(attacked.path) as loaded:
         bars = bars_of(loaded.rollouts, loaded.events, loaded.threshold)
         charts = charts_of([loaded.figures], [bars], [])
         files = dict(pictures(charts))

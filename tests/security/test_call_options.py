@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 import aiohttp
@@ -19,8 +20,8 @@ from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
 from megaflow_hpc.model.gateway import failover
-from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, checks, content, options
-from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, MESSAGES, RESPONSES, engine_request
+from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, bounds, options
+from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, engine_request
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
@@ -102,6 +103,39 @@ async def test_a_refusal_names_the_option(path: str, body: dict[str, Any]) -> No
         model = await gateway.open("t/p/0", "p")
         _, reply = await call(model, path, {**GOOD[path], **body})
         assert reply["error"]["message"].startswith(next(iter(body)))
+
+
+def parts(*given: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(given)}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/chat/completions", {"n": 17}, "n: expected `int` <= 16, found 17"),
+        ("/chat/completions", {"temperature": "hot"}, "temperature: expected `float`, found `str`"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content: expected `str | "),
+        ("/chat/completions", parts({"type": "text"}), "messages[0].content[0].text: expected a value, found nothing"),
+        (
+            "/chat/completions",
+            parts({"type": "video"}),
+            "messages[0].content[0].type: expected one of text, inp",
+        ),
+        ("/chat/completions", parts({"type": "text", "text": "x", "\ud800": 1}), "messages: the name of a field"),
+        (
+            "/messages",
+            parts({"type": "tool_use"}),
+            "messages[0].content[0].type: expected one of text, image",
+        ),
+        ("/responses", {"tool_choice": "all"}, "tool_choice: expected one of auto, none, required"),
+    ],
+)
+def test_a_refusal_says_which_field_what_was_expected_and_what_was_found(
+    path: str, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadRequest) as refused:
+        engine_request(DIALECTS[path].request({**GOOD[path], **body}), True)
+    assert str(refused.value).startswith(message)
 
 
 HARMLESS: dict[str, dict[str, Any]] = {
@@ -441,7 +475,16 @@ VALUES: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
     max_leaves=12,
 )
-NAMES = sorted({*CHAT, *COMPLETIONS, *MESSAGES, *RESPONSES, "x", "__class__", ""})
+NAMES = sorted({*chain(*TABLES.values()), "x", "__class__", ""})
+
+
+FIELDS_OF_MESSAGES = {
+    "system": {"role", "content", "name"},
+    "user": {"role", "content", "name"},
+    "assistant": {"role", "content", "name", "reasoning", "reasoning_content", "tool_calls"},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+"""What engines get of a message."""
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -460,20 +503,20 @@ def test_only_what_the_tables_allow_goes_on_whatever_is_sent(path: str, extra: d
         assert option.passed
         assert option.check(value, name) == value  # what was passed on passes again
     for message in found.get("messages", ()):
-        assert message.keys() <= {"content", *content.FIELDS[message["role"]]}
+        assert message.keys() <= FIELDS_OF_MESSAGES[message["role"]]
 
 
 @given(depth=st.integers(1, 130), text=st.text(alphabet='[]{}"\\a:, ', max_size=60))
 def test_depth_is_counted_as_a_decoder_goes(depth: int, text: str) -> None:
     inner = json.dumps("{[" * 40 + text)  # brackets in a text are no depth
     nested = '{"a":' * depth + f"[{inner}]" + "}" * depth
-    assert checks.too_deep(json.loads(nested)) == (depth + 1 > checks.NESTING)
-    if depth + 1 > checks.NESTING:
+    assert bounds.too_deep(json.loads(nested)) == (depth + 1 > bounds.MAX_NESTING)
+    if depth + 1 > bounds.MAX_NESTING:
         with pytest.raises(BadRequest, match="nested deeper"):
-            checks.arguments(nested, "arguments")
+            bounds.bounded_arguments(nested, "arguments")
     else:
-        assert checks.arguments(nested, "arguments") == nested
-    assert checks.arguments(text, "arguments") == text
+        assert bounds.bounded_arguments(nested, "arguments") == nested
+    assert bounds.bounded_arguments(text, "arguments") == text
 
 
 @pytest.mark.parametrize(
@@ -481,14 +524,14 @@ def test_depth_is_counted_as_a_decoder_goes(depth: int, text: str) -> None:
 )
 def test_arguments_that_cost_more_than_their_bytes_are_refused_undecoded(hostile: str) -> None:
     with pytest.raises(BadRequest):
-        checks.arguments(hostile, "arguments")
+        bounds.bounded_arguments(hostile, "arguments")
 
 
 @pytest.mark.parametrize(
     "written", ['{"a": "' + "[{" * 10**5 + '"}', '"' + '\\"' * 10**6, '"' * 10**6, "def f(): {" * 100]
 )
 def test_arguments_with_brackets_in_their_texts_and_those_that_are_no_json_pass(written: str) -> None:
-    assert checks.arguments(written, "arguments") == written
+    assert bounds.bounded_arguments(written, "arguments") == written
 
 
 # Of vLLM 0.32's ChatCompletionRequest and CompletionRequest, and of the first alone.
@@ -512,6 +555,6 @@ def test_every_field_of_vllms_requests_has_its_place() -> None:
     """Of vLLM 0.32; whatever it has that is not here would be left out."""
     assert {*FIELDS.split(), *CHAT_FIELDS.split()} - CHAT.keys() == set()
     assert {*FIELDS.split(), "prompt", "suffix", "prompt_embeds"} - COMPLETIONS.keys() == set()
-    for table in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
+    for table in TABLES.values():
         for name, option in table.items():
             assert bool(option.check) + bool(option.refused) + (option == options.DROPPED) == 1, name

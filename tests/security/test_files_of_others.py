@@ -180,20 +180,6 @@ def test_a_result_without_journals_is_refused_by_who_follows(crafted, run):
         list(follow(run, over=lambda: True))
 
 
-def test_a_crafted_shard_is_not_read(run, tmp_path):
-    """The shard of a part is taken only if its file is made as ours are; else the journal is read."""
-    from megaflow_hpc.trajectories.journal.shards import open_shard, write_shard
-
-    (journal,) = journals(run)
-    shard = write_shard(run, journal)
-    run.trajectories.unlink()
-    with h5py.File(shard, "r+") as file:
-        _replace(file, "messages/json", external=[("/etc/hostname", 0, len(file["messages/json"]))])
-    assert open_shard(run, journal) is None
-    gather(run)
-    assert validate(run.trajectories) == []
-
-
 def test_no_library_is_looked_for_where_a_file_names_a_filter(run, tmp_path):
     """libhdf5 opens every library of its plugin directories for a filter number that it does not know."""
     path = tmp_path / "plugin.h5"

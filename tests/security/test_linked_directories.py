@@ -47,7 +47,6 @@ def contents(folder: Path) -> dict[str, str]:
         ("report", ["report"]),
         ("export", ["export", "--format", "jsonl,atif,preds"]),
         ("ledger", ["gather", "--rebuild"]),
-        ("shards", ["gather", "--rebuild"]),
         ("live", ["cancel"]),
         ("ledger", ["cancel"]),
         ("ledger", ["resume"]),

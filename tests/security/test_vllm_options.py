@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.gateway.dialects import options
+from megaflow_hpc.model.gateway.dialects import TABLES
 from tests.support.poison import GOOD, POISON, TOOL
 from tests.support.serving import Servers, in_loop, only_the_proxy_is_reached
 from tests.support.warm import WarmPython
@@ -32,10 +32,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 requests = {
-    "CHAT": [ChatCompletionRequest],
-    "COMPLETIONS": [CompletionRequest],
-    "RESPONSES": [ResponsesRequest],
-    "MESSAGES": [AnthropicMessagesRequest, AnthropicCountTokensRequest],
+    "/chat/completions": [ChatCompletionRequest],
+    "/completions": [CompletionRequest],
+    "/responses": [ResponsesRequest],
+    "/messages": [AnthropicMessagesRequest, AnthropicCountTokensRequest],
 }
 print(json.dumps({table: sorted({f for c in those for f in c.model_fields}) for table, those in requests.items()}))
 """
@@ -75,8 +75,8 @@ def test_every_field_of_the_installed_vllms_requests_has_its_place(with_vllm: Wa
     done = with_vllm.run(FIELDS)
     assert done.returncode == 0, done.stderr
     fields = json.loads(done.stdout.splitlines()[-1])
-    missing = {table: set(known) - getattr(options, table).keys() for table, known in fields.items()}
-    assert missing == {"CHAT": set(), "COMPLETIONS": set(), "MESSAGES": set(), "RESPONSES": set()}
+    missing = {path: set(known) - TABLES[path].keys() for path, known in fields.items()}
+    assert missing == {path: set() for path in TABLES}
 
 
 @pytest.fixture

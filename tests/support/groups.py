@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 
 
 def sample(group: str = "t/p", index: int = 0, reward: float = 0.0, **fields: Any) -> Sample:
@@ -36,10 +36,10 @@ def failed(group: str, index: int, kind: str = "sandbox") -> Sample:
     return sample(group, index, math.nan, status="failed", error_kind=kind, oldest=-1, newest=-1, tokens=0)
 
 
-def group(values: Sequence[float], name: str = "t/p", **fields: Any) -> Group:
+def group(values: Sequence[float], name: str = "t/p", **fields: Any) -> SampleGroup:
     """A group of verified samples with these rewards."""
     samples = tuple(sample(name, i, value, **fields) for i, value in enumerate(values))
-    return Group(name, name.partition("/")[0].partition("@")[0], samples)
+    return SampleGroup(name, name.partition("/")[0].partition("@")[0], samples)
 
 
 _ROWS = st.lists(
@@ -55,12 +55,12 @@ _ROWS = st.lists(
 )
 
 
-def groups() -> st.SearchStrategy[list[Group]]:
+def groups() -> st.SearchStrategy[list[SampleGroup]]:
     """Some groups of one policy: of any status, reward and age; failures and a group without samples among them."""
     return _ROWS.map(_grouped)
 
 
-def _grouped(rows: list[tuple[int, float | None, bool, int, int, int]]) -> list[Group]:
+def _grouped(rows: list[tuple[int, float | None, bool, int, int, int]]) -> list[SampleGroup]:
     made: dict[int, list[Sample]] = {7: []}
     for number, reward, cut, oldest, tokens, time_ns in rows:
         name, there = _name(number), made.setdefault(number, [])
@@ -69,7 +69,7 @@ def _grouped(rows: list[tuple[int, float | None, bool, int, int, int]]) -> list[
             continue
         status = "truncated" if cut else "completed"
         there.append(sample(name, len(there), reward, status=status, oldest=oldest, tokens=tokens, time_ns=time_ns))
-    return [Group(_name(number), f"task-{number % 4}", tuple(there)) for number, there in made.items()]
+    return [SampleGroup(_name(number), f"task-{number % 4}", tuple(there)) for number, there in made.items()]
 
 
 def _name(number: int) -> str:

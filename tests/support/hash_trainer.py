@@ -11,14 +11,14 @@ from pathlib import Path
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.plan import Plan
+from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.step import Step
 from tests.support.tensors import safetensors
 
 START = "0" * 64
 
 
-def trained(parameters: str, plan: Plan) -> str:
+def trained(parameters: str, plan: StepPlan) -> str:
     """Returns the parameters after a step."""
     told = [(r.id, r.advantage, r.weight, r.lengths, r.sampled) for r in plan.rollouts]
     return hashlib.sha256(f"{parameters} {plan.step} {told}".encode()).hexdigest()

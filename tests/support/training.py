@@ -13,7 +13,7 @@ from megaflow_hpc.config import parse
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
-from megaflow_hpc.training.plan import Plan, TrainingFiles
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout, Task
@@ -131,7 +131,7 @@ class Pods:
 
 def trained_on(files: TrainingFiles) -> list[str]:
     """Ids of the rollouts that a training's plans hold, step by step; one that was taken twice stands there twice."""
-    plans = [plan for number in files.numbers(Plan) if (plan := files.read(Plan, number))]
+    plans = [plan for number in files.numbers(StepPlan) if (plan := files.read(StepPlan, number))]
     return [rollout.id for plan in plans for rollout in plan.rollouts]
 
 

@@ -28,7 +28,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.releases import image, sdists, tasks
 from megaflow_hpc.tasks.releases.bugs import read_bugs, select
 from megaflow_hpc.tasks.releases.sdists import Release
-from megaflow_hpc.tasks.validation import Run, judge
+from megaflow_hpc.tasks.validation import ValidationRun, judge
 from tests.support.archives import hostile
 from tests.support.places import LAUNCHERS
 
@@ -170,11 +170,11 @@ def test_the_patch_holds_changed_added_and_removed_code_and_nothing_else(tmp_pat
 
 def test_releases_that_are_too_far_apart_or_the_same_are_refused(bug_file: Callable[..., Path]) -> None:
     bug = read_bugs(bug_file())[0].bugs[0]
-    tasks.check_patch(bug, sdists.Patch(b"", tasks.MAX_LINES, ("a.py",)), "bugs.yaml:3")
+    tasks.check_patch(bug, sdists.ReleasePatch(b"", tasks.MAX_LINES, ("a.py",)), "bugs.yaml:3")
     with pytest.raises(ConfigError, match=r"bugs.yaml:3: 401 lines of code differ .* choose releases that are closer"):
-        tasks.check_patch(bug, sdists.Patch(b"", tasks.MAX_LINES + 1, ("a.py",)), "bugs.yaml:3")
+        tasks.check_patch(bug, sdists.ReleasePatch(b"", tasks.MAX_LINES + 1, ("a.py",)), "bugs.yaml:3")
     with pytest.raises(ConfigError, match=r"no code differs between 0.14.1 and 0.14.2"):
-        tasks.check_patch(bug, sdists.Patch(b"", 0, ()), "bugs.yaml:3")
+        tasks.check_patch(bug, sdists.ReleasePatch(b"", 0, ()), "bugs.yaml:3")
 
 
 # --- the verifier ---------------------------------------------------------------------------------------------------
@@ -268,15 +268,15 @@ def test_what_an_agent_left_for_pytest_does_not_count(tmp_path: Path, small_task
 
 
 def test_a_task_is_valid_only_if_its_tests_fail_before_and_pass_after() -> None:
-    before = Run(reward=0.0, failing={"t::a": "failed"}, passing={"t::b": "passed"})
-    after = Run(reward=1.0, failing={"t::a": "passed"}, passing={"t::b": "passed"})
+    before = ValidationRun(reward=0.0, failing={"t::a": "failed"}, passing={"t::b": "passed"})
+    after = ValidationRun(reward=1.0, failing={"t::a": "passed"}, passing={"t::b": "passed"})
     assert judge(before, after) == []
     assert "reward 0.0, expected 1.0" in judge(before, before)[0]
-    missing = judge(Run(reward=0.0, passing={"t::b": "passed"}), after)
+    missing = judge(ValidationRun(reward=0.0, passing={"t::b": "passed"}), after)
     assert missing == ["t::a: not run without the solution and passed with it; expected failed and passed"]
-    broken = judge(Run(reward=0.0, failing={"t::a": "failed"}, passing={"t::b": "failed"}), after)
+    broken = judge(ValidationRun(reward=0.0, failing={"t::a": "failed"}, passing={"t::b": "failed"}), after)
     assert broken == ["t::b: failed without the solution; expected passed, since `passing` names it"]
-    assert judge(Run(error="lost"), after)[0] == "without the solution: lost"
+    assert judge(ValidationRun(error="lost"), after)[0] == "without the solution: lost"
 
 
 def test_a_package_with_a_bug_that_gets_into_the_image_is_noticed(bug_file: Callable[..., Path]) -> None:

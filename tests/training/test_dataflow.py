@@ -25,8 +25,8 @@ from megaflow_hpc.rundir.weight_source import DELTA
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
-from megaflow_hpc.training.pace import ADDED, REFILLED
-from megaflow_hpc.training.plan import Batch, Plan, Refill, TrainingFiles
+from megaflow_hpc.training.plan import Refill, StepPlan, TaskBatch, TrainingFiles
+from megaflow_hpc.training.staleness import FIRST_ADDED_ROUND, FIRST_REFILL_ROUND
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train, trained
@@ -41,11 +41,11 @@ def alternating(rollout: Rollout) -> float:
     return float(rollout.sample_index % 2)
 
 
-def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[Plan]:
+def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
     """Takes steps, while one group has begun with the first version and does not end, until there is none to take."""
     pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))
-    seen, parameters = list[Plan](), START
-    while (plan := flow._try(len(seen) + 1)) is not None:
+    seen, parameters = list[StepPlan](), START
+    while (plan := flow.try_plan(len(seen) + 1)) is not None:
         seen.append(plan)
         parameters = step_through(flow, Step(flow, plan), parameters)
         pods.work(only=lambda r: r.group_id != slow)
@@ -55,17 +55,17 @@ def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[Plan]:
 def watched(run: RunDir, pods: Pods) -> Dataflow:
     """A dataflow whose pods are at work whenever it has asked for something."""
     flow = Dataflow(run, say=lambda text: None)
-    keep = flow._pace.keep
+    keep = flow.planning.control.keep
 
     def kept(committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
         keep(committed, learned, say)
         pods.work()
 
-    flow._pace.keep = kept  # type: ignore[method-assign]
+    flow.planning.control.keep = kept  # type: ignore[method-assign]
     return flow
 
 
-def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[Plan]]:
+def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:
     """Trains to the end; returns what it was trained on."""
     flow = watched(run, pods)
     plans, parameters = [], START
@@ -119,7 +119,7 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
     stale = [staleness for plan in plans for staleness in plan.staleness]
     assert max(stale) == bound  # everything is sampled as soon as it is asked for: as stale as it may become
     assert not any(plan.drops for plan in plans)
-    assert flow.files.numbers(Batch) == list(range(8))
+    assert flow.files.numbers(TaskBatch) == list(range(8))
 
 
 def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_path: Path) -> None:
@@ -127,14 +127,14 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)
-    flow._enter()
-    flow._ask()
+    flow.start()
+    flow.request()
     slow = next(r.group_id for block in read_blocks(run) for r in block.rollouts)
     seen = steps_without(flow, pods, slow)
     assert len(seen) == 4  # the fifth would leave it behind
     assert not any(rollout.group == slow for plan in seen for rollout in plan.rollouts)
     pods.work()
-    last = flow._try(5)
+    last = flow.try_plan(5)
     assert last is not None
     assert slow in {rollout.group for rollout in last.rollouts}
     assert max(last.staleness) == 4
@@ -201,14 +201,14 @@ def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -
     flow, plans = drink(run, Pods(run, lambda r: 1.0))
     assert [plan.rollouts for plan in plans] == [[], [], []]
     assert flow.files.numbers(Refill) == [1000, 1001, 2000, 2001, 3000, 3001]
-    training["prompts"] = {"filter_solved": {"decay": 0.0}}
+    training["prompts"] = {"filter_solved": 0.05}
     run = training_run(tmp_path / "solved", {**training, "steps": 9}, tasks=5, samples=2)
     said: list[str] = []
     flow = watched(run, Pods(run, lambda r: 1.0))
     flow.tell = said.append
     for step in flow.steps():
         step_through(flow, step, START)
-    assert ["no task is left to ask for" in line for line in said] == [True]
+    assert ["no task is left to request" in line for line in said] == [True]
     assert [len(plan.drops) for plan in _plans(flow)] == [2 + 2 * 2]
     assert len({rollout.task_id for block in read_blocks(run) for rollout in block.rollouts}) == 5
 
@@ -218,15 +218,15 @@ def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tm
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
     pods = Pods(run, lambda r: alternating(r) if int(r.task_id.partition("-")[2]) % 2 else 1.0)
     flow = Dataflow(run, say=lambda text: None)
-    flow._enter()
-    assert flow._try(1) is None
+    flow.start()
+    assert flow.try_plan(1) is None
     pods.work()
-    add, flow._pace._add_blocks = flow._pace._add_blocks, _dies  # type: ignore[method-assign]
+    add, flow.planning.control._add_blocks = flow.planning.control._add_blocks, _dies  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="killed"):
-        flow._try(1)
+        flow.try_plan(1)
     refill = flow.files.read(Refill, 1000)
     assert refill is not None
-    flow._pace._add_blocks = add  # type: ignore[method-assign]
+    flow.planning.control._add_blocks = add  # type: ignore[method-assign]
     flow.leave()
     _, (plan,) = drink(run, pods)
     assert {task for task, _ in refill.tasks} <= {
@@ -248,18 +248,18 @@ def test_the_last_groups_asked_for_in_the_place_of_others_are_waited_for(
     training = {"mode": mode, "batch": {"tasks": 2, "refill": 1}, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
     flat: list[str] = []
-    pods = Pods(run, lambda r: 1.0 if r.round < REFILLED or r.group_id in flat else alternating(r))
+    pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND or r.group_id in flat else alternating(r))
     flow = Dataflow(run, say=lambda text: None)
-    flow._enter()
-    assert flow._try(1) is None
+    flow.start()
+    assert flow.try_plan(1) is None
     pods.work()
-    assert [flow._try(1) for _ in range(3)] == [None] * 3, "pods take longer than a look"
-    first, second = _groups(run, REFILLED)
+    assert [flow.try_plan(1) for _ in range(3)] == [None] * 3, "pods take longer than a look"
+    first, second = _groups(run, FIRST_REFILL_ROUND)
     flat += [first] * in_vain
     pods.work(only=lambda r: r.group_id == first)
-    assert [flow._try(1) for _ in range(3)] == [None] * 3
+    assert [flow.try_plan(1) for _ in range(3)] == [None] * 3
     pods.work()
-    plan = flow._try(1)
+    plan = flow.try_plan(1)
     assert plan is not None
     assert {rollout.group for rollout in plan.rollouts} == {first, second} - {*flat}
     assert flow.files.numbers(Refill) == [1000], "as often as the campaign file says"
@@ -277,19 +277,19 @@ def test_nothing_is_asked_for_in_the_place_of_a_batch_that_engines_still_load_we
     serves(0)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)
-    flow._enter()
-    assert flow._try(1) is None
+    flow.start()
+    assert flow.try_plan(1) is None
     pods.work()
-    plan = flow._try(1)
+    plan = flow.try_plan(1)
     assert plan is not None
     step_through(flow, Step(flow, plan), START)
-    assert [flow._try(2) for _ in range(3)] == [None] * 3
-    assert (flow.files.numbers(Batch), flow.files.numbers(Refill)) == ([0], [])
+    assert [flow.try_plan(2) for _ in range(3)] == [None] * 3
+    assert (flow.files.numbers(TaskBatch), flow.files.numbers(Refill)) == ([0], [])
     serves(current(run, "default").version)
-    assert flow._try(2) is None
+    assert flow.try_plan(2) is None
     pods.work()
-    assert flow._try(2) is not None
-    assert (flow.files.numbers(Batch), flow.files.numbers(Refill)) == ([0, 1], [])
+    assert flow.try_plan(2) is not None
+    assert (flow.files.numbers(TaskBatch), flow.files.numbers(Refill)) == ([0, 1], [])
     flow.leave()
 
 
@@ -299,21 +299,23 @@ def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Pat
     run = training_run(tmp_path / "run", training, tasks=9, samples=2)
     pods = Pods(run, lambda r: 1.0 if r.round < 4 else alternating(r), lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)
-    flow._enter()
-    assert flow._try(1) is None
+    flow.start()
+    assert flow.try_plan(1) is None
     pods.work()
-    assert flow._try(1) is None
-    slow = _groups(run, REFILLED)
+    assert flow.try_plan(1) is None
+    slow = _groups(run, FIRST_REFILL_ROUND)
     assert len(slow) == 2
     flow.add(["task-0", "task-1"], token="faster")
-    pods.work(only=lambda r: not (r.round >= REFILLED and r.sample_index))  # begun with the first version, not ended
-    plan = flow._try(1)
+    pods.work(
+        only=lambda r: not (r.round >= FIRST_REFILL_ROUND and r.sample_index)
+    )  # begun with the first version, not ended
+    plan = flow.try_plan(1)
     assert plan is not None
     step_through(flow, Step(flow, plan), START)
-    pods.work(only=lambda r: r.round < REFILLED)
-    assert flow._try(2) is None, "another step, and it would be older than the bound"
+    pods.work(only=lambda r: r.round < FIRST_REFILL_ROUND)
+    assert flow.try_plan(2) is None, "another step, and it would be older than the bound"
     pods.work()
-    last = flow._try(2)
+    last = flow.try_plan(2)
     assert last is not None
     assert {rollout.group for rollout in last.rollouts} == {*slow}
     assert max(last.staleness) == 1
@@ -323,20 +325,20 @@ def test_a_slow_group_in_the_place_of_another_is_not_taken_too_old(tmp_path: Pat
 def test_what_was_written_down_in_the_place_of_others_is_asked_for_once_the_disk_answers(tmp_path: Path) -> None:
     training = {**SYNCHRONOUS, "batch": {"tasks": 2, "refill": 5}, "data": ["zero_variance"], "steps": 1}
     run = training_run(tmp_path / "run", training, tasks=6, samples=2)
-    pods = Pods(run, lambda r: 1.0 if r.round < REFILLED else alternating(r))
+    pods = Pods(run, lambda r: 1.0 if r.round < FIRST_REFILL_ROUND else alternating(r))
     flow = Dataflow(run, say=lambda text: None)
-    flow._enter()
-    assert flow._try(1) is None
+    flow.start()
+    assert flow.try_plan(1) is None
     pods.work()
-    add, flow._pace._add_blocks = flow._pace._add_blocks, _full  # type: ignore[method-assign]
+    add, flow.planning.control._add_blocks = flow.planning.control._add_blocks, _full  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(OSError, match="full"):
-            flow._try(1)
-    flow._pace._add_blocks = add  # type: ignore[method-assign]
-    assert flow._try(1) is None
-    assert len(_groups(run, REFILLED)) == 2
+            flow.try_plan(1)
+    flow.planning.control._add_blocks = add  # type: ignore[method-assign]
+    assert flow.try_plan(1) is None
+    assert len(_groups(run, FIRST_REFILL_ROUND)) == 2
     pods.work()
-    assert flow._try(1) is not None
+    assert flow.try_plan(1) is not None
     assert flow.files.numbers(Refill) == [1000]
     flow.leave()
 
@@ -345,8 +347,8 @@ def _full(*_: object) -> None:
     raise OSError("full")
 
 
-def _plans(flow: Dataflow) -> list[Plan]:
-    plans = [flow.files.read(Plan, number) for number in flow.files.numbers(Plan)]
+def _plans(flow: Dataflow) -> list[StepPlan]:
+    plans = [flow.files.read(StepPlan, number) for number in flow.files.numbers(StepPlan)]
     return [plan for plan in plans if plan]
 
 
@@ -359,7 +361,7 @@ def test_an_infinite_reward_ends_it_before_a_plan_is_made(tmp_path: Path) -> Non
     pods = Pods(run, lambda r: math.inf if r.sample_index else 0.0)
     with pytest.raises(ConfigError, match="reward is inf"):
         drink(run, pods)
-    assert TrainingFiles(run, "default").numbers(Plan) == []
+    assert TrainingFiles(run, "default").numbers(StepPlan) == []
 
 
 def test_advantages_and_masks_reach_every_token(tmp_path: Path) -> None:
@@ -367,8 +369,8 @@ def test_advantages_and_masks_reach_every_token(tmp_path: Path) -> None:
     flow = Dataflow(run)
     steps = flow.steps()
     pods = Pods(run, lambda r: float(r.sample_index == 0))
-    flow._enter()
-    flow._ask()
+    flow.start()
+    flow.request()
     pods.work()
     step = next(steps)
     (minibatch,) = step.minibatches()
@@ -389,8 +391,8 @@ def test_ranks_share_a_step_and_only_the_first_one_writes(tmp_path: Path) -> Non
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 2}, tasks=2, samples=4)
     pods = Pods(run, alternating)
     flows = [Dataflow(run, rank=rank, ranks=2) for rank in range(2)]
-    flows[0]._enter()
-    flows[0]._ask()
+    flows[0].start()
+    flows[0].request()
     pods.work()
     iterators = [flow.steps() for flow in flows]
     first, second = (next(iterator) for iterator in iterators)
@@ -465,11 +467,11 @@ def _trainer(run: Path, every: int, pause_s: float, result: object) -> None:
 def _check_all(run: RunDir, steps: int, parameters: str) -> None:
     """Every group that was asked for is settled by exactly one plan, and the parameters are made of the plans."""
     files = TrainingFiles(run, "default")
-    assert files.numbers(Plan) == list(range(1, steps + 1))
+    assert files.numbers(StepPlan) == list(range(1, steps + 1))
     settled: list[str] = []
     wanted = START
     for number in range(1, steps + 1):
-        plan = files.read(Plan, number)
+        plan = files.read(StepPlan, number)
         assert plan is not None
         settled += {rollout.group for rollout in plan.rollouts} | {name for name in plan.drops if name.count("/") == 1}
         wanted = trained(wanted, plan)
@@ -556,7 +558,7 @@ def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> N
     flow = watched(run, pods)
     for _ in range(2):
         flow.add(["task-0", "task-2"], token="hard-ones", samples=3)
-    with pytest.raises(ConfigError, match="task-9: no task that policy 'default' trains on"):
+    with pytest.raises(ConfigError, match="policy 'default' does not train on task task-9"):
         flow.add(["task-9"], token="other")
     asked = [rollout for block in read_blocks(run) for rollout in block.rollouts]
     assert [rollout.task_id for rollout in asked] == ["task-0"] * 3 + ["task-2"] * 3
@@ -601,16 +603,16 @@ def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_ol
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow = Dataflow(run, say=lambda text: None)
     flow.add(["task-0"], token="slow")
-    (slow,) = _groups(run, ADDED)
-    flow._ask()
+    (slow,) = _groups(run, FIRST_ADDED_ROUND)
+    flow.request()
     seen = steps_without(flow, pods, slow)
     assert len(seen) == 2  # the third would leave it behind
     flow.leave()
     flow = Dataflow(run, say=lambda text: None)  # a later start knows that as well
-    flow._enter()
-    assert flow._try(3) is None
+    flow.start()
+    assert flow.try_plan(3) is None
     pods.work()
-    last = flow._try(3)
+    last = flow.try_plan(3)
     assert last is not None
     assert slow in {rollout.group for rollout in last.rollouts}
     assert max(last.staleness) == 2
@@ -630,7 +632,7 @@ def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_p
     ]
     assert evaluations(run, "other") == []
     again = Dataflow(run)  # as after a crash between the commit and the asking
-    again._enter()
+    again.start()
     commit = again.files.committed()
     assert commit is not None
     again.committed(commit)

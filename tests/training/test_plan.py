@@ -9,7 +9,7 @@ import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.rundir.training import Commit, Trainer
-from megaflow_hpc.training.plan import Place, Plan, PlannedRollout, Settled, TrainingFiles
+from megaflow_hpc.training.plan import PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles
 from tests.support.samples import run_dir
 
 
@@ -21,31 +21,35 @@ def files(tmp_path: Path) -> TrainingFiles:
 
 
 def test_a_plan_comes_back_as_it_was_claimed(files: TrainingFiles) -> None:
-    rollout = PlannedRollout(id="a/default/0", task="a", group="a/default", place=Place("p.0.journal", 28, 1), oldest=3)
-    plan = Plan(
+    rollout = PlannedRollout(
+        id="a/default/0", task="a", group="a/default", place=RecordPlace("p.0.journal", 28, 1), oldest=3
+    )
+    plan = StepPlan(
         step=12,
         version=5,
         seed=[0, 2, 12],
         rollouts=[rollout],
         drops={"b/default": "zero variance"},
-        settled=Settled(cursor={"journals": {"p.0.journal": 99}}, waiting=[Place("p.0.journal", 60)], first_block=4),
+        settled=Settled(
+            cursor={"journals": {"p.0.journal": 99}}, waiting=[RecordPlace("p.0.journal", 60)], first_block=4
+        ),
         state={"data": {"x": [1.5, None]}},
         trainer=2,
     )
-    assert files.read(Plan, 12) is None
+    assert files.read(StepPlan, 12) is None
     assert files.claim(12, plan) is plan
-    assert files.read(Plan, 12) == plan
+    assert files.read(StepPlan, 12) == plan
     assert plan.staleness == [2]
     assert len(files.digest(12)) == 64
 
 
 def test_of_many_who_claim_a_step_one_makes_its_plan_and_all_have_that(files: TrainingFiles) -> None:
-    found: list[Plan] = []
+    found: list[StepPlan] = []
     ready = threading.Barrier(8)
 
     def claim(number: int) -> None:
         ready.wait()
-        found.append(files.claim(1, Plan(step=1, version=number, seed=[])))
+        found.append(files.claim(1, StepPlan(step=1, version=number, seed=[])))
 
     threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -53,7 +57,7 @@ def test_of_many_who_claim_a_step_one_makes_its_plan_and_all_have_that(files: Tr
     for thread in threads:
         thread.join()
     assert len({plan.version for plan in found}) == 1
-    assert files.numbers(Plan) == [1]
+    assert files.numbers(StepPlan) == [1]
     assert [path.name for path in (files.path / "steps").iterdir()] == ["000001.json"]  # nothing is left behind
 
 
@@ -87,10 +91,10 @@ def test_a_trainer_goes_on_from_the_last_checkpoint_that_is_there(files: Trainin
 def test_a_damaged_plan_is_named(files: TrainingFiles, content: bytes) -> None:
     (files.path / "steps" / "000001.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"steps/000001\.json: cannot be read"):
-        files.read(Plan, 1)
+        files.read(StepPlan, 1)
 
 
 def test_a_plan_of_a_later_version_is_refused(files: TrainingFiles) -> None:
-    files.claim(1, Plan(step=1, version=0, seed=[], format_version=99))
+    files.claim(1, StepPlan(step=1, version=0, seed=[], format_version=99))
     with pytest.raises(ConfigError, match="later version"):
-        files.read(Plan, 1)
+        files.read(StepPlan, 1)

@@ -99,7 +99,7 @@ def test_a_starved_training_stays_open_and_goes_on_once_there_are_pods(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ASK, "echo 0")
-    monkeypatch.setattr(dataflow, "SAID_S", 0.0)
+    monkeypatch.setattr(dataflow, "SAY_INTERVAL_S", 0.0)
     monkeypatch.setattr(pod_watch, "LOOK_S", 0.0)
     monkeypatch.setattr(pod_watch, "GIVE_UP_S", 0.5)
     monkeypatch.setattr(pod_watch, "TIMES", type(TIMES)(lease_s=0.5))

@@ -16,7 +16,7 @@ from megaflow_hpc.cli.output import (
     training_lines,
     unstarted_lines,
 )
-from megaflow_hpc.cli.progress import Progress, under_way
+from megaflow_hpc.cli.progress import ProgressLine, under_way
 from megaflow_hpc.cli.values import whole
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.texts import in_one_line
@@ -28,7 +28,7 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
     Args:
         start: returns whether there is something to follow.
     """
-    progress = Progress(run.config.name)
+    progress = ProgressLine(run.config.name)
     said: list[str] = []
 
     def interrupted() -> None:

@@ -47,7 +47,7 @@ def register(subparsers: Subparsers) -> None:
             "compact RUN --drop-journals --yes",
         ],
         description="Writes the file anew without attempts that a later one superseded, in place or to --output. With "
-        "--drop-journals instead: removes the journals and shards of a finished run, once its file is verified to hold "
+        "--drop-journals instead: removes the journals of a finished run, once its file is verified to hold "
         "all of them. Nothing brings these back, and the run cannot be resumed after: it asks first on a terminal, and "
         "needs --yes elsewhere.",
     )
@@ -63,7 +63,7 @@ def register(subparsers: Subparsers) -> None:
     compact.add_argument(
         "--drop-journals",
         action="store_true",
-        help="of a finished RUN: remove journals and shards once its trajectories.h5 is verified to hold them",
+        help="of a finished RUN: remove the journals once its trajectories.h5 is verified to hold them",
     )
     compact.add_argument("--dry-run", action="store_true", help="with --drop-journals: say what would go, and how much")
     compact.add_argument("--yes", action="store_true", help="with --drop-journals: do not ask")
@@ -157,8 +157,7 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
     if arguments.dry_run or not arguments.yes:
         with under_way(f"checking {path}"):
             held = drop_journals(run, dry_run=True)
-        files = held["journals"] + held["shards"]
-        what = f"{path}: {files} journals and shards, {held['journal_bytes'] / 1e6:.1f} MB"
+        what = f"{path}: journal files: {held['journals']}, {held['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:
             print_json({**held, "dry_run": True}) if arguments.json else say(f"{what}, would go")
             return 0

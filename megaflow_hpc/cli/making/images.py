@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megaflow_hpc.cli.making import images_make
 from megaflow_hpc.cli.making.images_make import megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.values import whole, zero_or_more
+from megaflow_hpc.cli.values import share, zero_or_more
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
 from megaflow_hpc.resources import docs
 
@@ -51,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
             "images build campaign.yaml",
             "images build campaign.yaml --dry-run",
             "images build campaign.yaml --manifest images.json",
-            "images build campaign.yaml --slurm --sbatch time=60",
+            "images build campaign.yaml --share 3/16",
             "images build containers/base.def",
             "images build tasks/one/environment/Dockerfile --map debian:12=base.sif",
         ],
@@ -61,25 +61,14 @@ def register(subparsers: Subparsers) -> None:
     build.add_argument(
         "--network", choices=("none", "host"), help="of a Dockerfile's steps; default: the campaign's, else none"
     )
-    build.add_argument(
-        "--dry-run", action="store_true", help="only say what would be made, and what store and nodes would hold"
-    )
+    build.add_argument("--dry-run", action="store_true", help="only list the images that the store lacks")
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
     build.add_argument(
-        "--slurm",
-        action="store_true",
-        help="build on compute nodes, by a job array as the campaign's slurm.builds says; wait for it",
-    )
-    build.add_argument("--detach", action="store_true", help="with --slurm: submit and return; again, to wait")
-    build.add_argument(
-        "--jobs", metavar="N", type=whole(1), help="with --slurm: elements of the array at most; default: 16"
-    )
-    build.add_argument(
-        "--sbatch",
-        metavar="OPTION=VALUE",
-        action="append",
-        default=[],
-        help="with --slurm: an option of sbatch, such as partition=cpu; repeatable",
+        "--share",
+        metavar="I/N",
+        type=share,
+        help="build only the I-th of N equal shares, counted from 1: one share for each element of a job array "
+        "(sbatch/build_images.sbatch)",
     )
     _networked(build)
 

@@ -16,7 +16,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 
 if TYPE_CHECKING:
     from megaflow_hpc.monitor.usage import JobUse
-    from megaflow_hpc.report.figures import Loaded, RunFigures
+    from megaflow_hpc.report.figures import LoadedRun, RunFigures
 
 DESCRIPTION = """\
 Makes of one run, or of several that are compared with the first, a page that opens offline: rewards and pass@k with
@@ -72,7 +72,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.report.charts.pictures import check_installed
     from megaflow_hpc.report.comparison import compare
     from megaflow_hpc.report.cost import Prices
-    from megaflow_hpc.report.figures import Loaded, to_builtins
+    from megaflow_hpc.report.figures import LoadedRun, to_builtins
 
     paths = [Path(path) for path in arguments.run_dir]
     if len({path.resolve() for path in paths}) < len(paths):
@@ -81,10 +81,10 @@ def _report(arguments: argparse.Namespace) -> int:
         check_installed()
     prices = Prices(core_hour=arguments.core_hour, gpu_hour=arguments.gpu_hour, currency=arguments.currency)
     with ExitStack() as stack, PlanProgress() as watch:
-        runs: list[Loaded] = []
+        runs: list[LoadedRun] = []
         for path in paths:
             watch.step(f"report: reading {path}")
-            runs.append(stack.enter_context(Loaded(path, _uses(path), prices)))
+            runs.append(stack.enter_context(LoadedRun(path, _uses(path), prices)))
         figures = [run.figures for run in runs]
         differences = compare(figures)
         if arguments.prometheus:

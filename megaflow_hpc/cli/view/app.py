@@ -22,8 +22,8 @@ from textual.widgets import Input, Static
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.output import seconds
 from megaflow_hpc.cli.view.detail import DetailScreen
-from megaflow_hpc.cli.view.reader import Look, Reader
-from megaflow_hpc.cli.view.rows import Rows
+from megaflow_hpc.cli.view.reader import RunReader, RunView
+from megaflow_hpc.cli.view.rows import RolloutRows
 from megaflow_hpc.cli.view.tables import PartTable, RolloutTable
 from megaflow_hpc.cli.view.words import head
 from megaflow_hpc.monitor.live import Snapshot
@@ -50,7 +50,7 @@ at work since the last answer. "stuck": so for more than five minutes.
 class Looked(Message):
     """The reader has looked."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: RunView) -> None:
         super().__init__()
         self.look = look
 
@@ -66,7 +66,7 @@ class WatchApp(App[None]):
     CSS = """
     Screen { background: transparent; }
     #head { height: auto; }
-    Rows { height: 1fr; }
+    RolloutRows { height: 1fr; }
     #find { display: none; height: 1; border: none; padding: 0; }
     #keys { height: 1; }
     Help { align: center middle; overflow-y: auto; }
@@ -85,7 +85,7 @@ class WatchApp(App[None]):
     def __init__(self, run: Run, every_s: float = 2.0) -> None:
         super().__init__(ansi_color=True)
         self._campaign = run.config.name
-        self.reader = Reader(run, every_s, lambda look: self.post_message(Looked(look)))
+        self.reader = RunReader(run, every_s, lambda look: self.post_message(Looked(look)))
         self.snapshot: Snapshot | None = None
         """What was seen last."""
         self.over = False
@@ -100,14 +100,14 @@ class WatchApp(App[None]):
     def compose(self) -> ComposeResult:
         """Lays out status, list and keys."""
         yield Static(Text("reading …", "dim"), id="head")
-        yield Rows()
+        yield RolloutRows()
         yield Input(id="find", placeholder="part of an id, node, state or error")
         yield Static(id="keys")
 
     def on_mount(self) -> None:
         """Begins to read."""
         self.theme = "ansi-dark"  # the terminal's own colours and background
-        self.query_one(Rows).focus()
+        self.query_one(RolloutRows).focus()
         self._show_keys()
         self.set_interval(1.0, self._look_at_clock)
         self.reader.start()
@@ -165,7 +165,7 @@ class WatchApp(App[None]):
     def _show_rows(self) -> None:
         if self.snapshot is None:
             return
-        rows = self._list.query_one(Rows)
+        rows = self._list.query_one(RolloutRows)
         if self._parts:
             rows.show(PartTable(self.snapshot.status))
         else:
@@ -175,13 +175,13 @@ class WatchApp(App[None]):
         self._tell_reader()
 
     def _tell_reader(self) -> None:
-        self.reader.live.shown = () if self._parts else list(self._list.query_one(Rows).on_screen)
+        self.reader.live.shown = () if self._parts else list(self._list.query_one(RolloutRows).on_screen)
 
     def on_rows_moved(self) -> None:
         """Other rows are on the screen: pods are asked about those."""
         self._tell_reader()
 
-    def on_rows_opened(self, message: Rows.Opened) -> None:
+    def on_rollout_rows_opened(self, message: RolloutRows.Opened) -> None:
         """Looks into one."""
         self.push_screen(DetailScreen(message.key, self.reader))
 
@@ -237,7 +237,7 @@ class WatchApp(App[None]):
 
     def _close_find(self) -> None:
         self.query_one("#find", Input).display = False
-        self.query_one(Rows).focus()
+        self.query_one(RolloutRows).focus()
 
     def _show_all(self) -> None:
         self._show_rows()

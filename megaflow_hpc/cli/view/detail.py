@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import RichLog, Static
 
 from megaflow_hpc.cli.output import seconds, used
-from megaflow_hpc.cli.view.reader import Detail, Look, Reader
+from megaflow_hpc.cli.view.reader import Detail, RunReader, RunView
 from megaflow_hpc.cli.view.tables import last_word
 from megaflow_hpc.cli.view.words import STYLES
 from megaflow_hpc.monitor.live import RolloutRow, Snapshot
@@ -45,7 +45,7 @@ class DetailScreen(Screen[None]):
     DetailScreen #keys { height: 1; }
     """
 
-    def __init__(self, key: str, reader: Reader) -> None:
+    def __init__(self, key: str, reader: RunReader) -> None:
         super().__init__()
         self.key, self._reader = key, reader
         self._log = "/" not in key
@@ -77,7 +77,7 @@ class DetailScreen(Screen[None]):
     def _body(self) -> RichLog:
         return self.query_one("#body", RichLog)
 
-    def show(self, look: Look) -> None:
+    def show(self, look: RunView) -> None:
         """Shows what a look found."""
         if look.snapshot is not None:
             row = look.snapshot.rollouts.of(self.key)

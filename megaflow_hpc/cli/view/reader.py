@@ -38,7 +38,7 @@ class Detail:
 
 
 @dataclass(frozen=True)
-class Look:
+class RunView:
     """What one look found."""
 
     snapshot: Snapshot | None = None
@@ -49,14 +49,14 @@ class Look:
     """Nothing more comes by itself."""
 
 
-class Reader(threading.Thread):
+class RunReader(threading.Thread):
     """Looks every few seconds, and at once when :meth:`wake` is called.
 
     Args:
         deliver: is called in this thread with what each look found.
     """
 
-    def __init__(self, run: Run, every_s: float, deliver: Callable[[Look], object]) -> None:
+    def __init__(self, run: Run, every_s: float, deliver: Callable[[RunView], object]) -> None:
         super().__init__(name="reader", daemon=True)  # one that hangs in the file system must not keep the process
         self._run, self._every_s, self._deliver = run, every_s, deliver
         self.live = Live(run.dir, run.monitor)
@@ -94,19 +94,19 @@ class Reader(threading.Thread):
                     self._wake.wait(max(self._every_s, IDLE * (time.monotonic() - began)))
                     self._wake.clear()
         except OSError as error:
-            self._deliver(Look(problem=str(error)))
+            self._deliver(RunView(problem=str(error)))
         finally:
             with suppress(OSError):
                 self.live.leave()
 
-    def _look(self, tend: Callable[[], object]) -> Look:
+    def _look(self, tend: Callable[[], object]) -> RunView:
         try:
             if not self._run.dir.run_json.exists():
-                return Look(problem="the run directory is not there any more")
+                return RunView(problem="the run directory is not there any more")
             status = self._run.status()
             snapshot, over = self.live.look(status), self._run.over(status)
         except Exception as error:  # whatever it was, the next look may find more
-            return Look(problem=f"cannot be read now: {_said(error)}")
+            return RunView(problem=f"cannot be read now: {_said(error)}")
         detail, problem = None, ""
         if key := self.live.opened:
             try:
@@ -117,7 +117,7 @@ class Reader(threading.Thread):
             tend()
         except Exception as error:
             problem = f"nothing can be added from here: {_said(error)}"
-        return Look(snapshot, detail, problem, over)
+        return RunView(snapshot, detail, problem, over)
 
     def _detail(self, key: str, snapshot: Snapshot) -> Detail:
         log = self._log_of(key) if self.wants_log else ()

@@ -14,17 +14,17 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from megaflow_hpc.cli.view.tables import Column, Table
+from megaflow_hpc.cli.view.tables import ViewColumn, ViewTable
 from megaflow_hpc.texts import in_one_line
 
 LEAST = 12
 """Columns that the first cell keeps; then others are left out, from the right."""
 
 
-class Rows(ScrollView, can_focus=True):
+class RolloutRows(ScrollView, can_focus=True):
     """Shows a table under its head, with one row chosen."""
 
-    DEFAULT_CSS = "Rows { overflow-x: hidden; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = "RolloutRows { overflow-x: hidden; scrollbar-size-vertical: 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "up", show=False),
         Binding("down,j", "move(1)", "down", show=False),
@@ -47,13 +47,13 @@ class Rows(ScrollView, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__()
-        self._table: Table | None = None
+        self._table: ViewTable | None = None
         self.chosen = 0
         """The chosen row."""
 
     # --- what is shown ---
 
-    def show(self, table: Table) -> None:
+    def show(self, table: ViewTable) -> None:
         """Shows a table; the chosen row stays chosen wherever it has gone, and the top stays the top."""
         key = self.key
         self._table = table
@@ -133,7 +133,7 @@ class Rows(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
 
-def _fitting(columns: Sequence[Column], width: int) -> tuple[Sequence[Column], int]:
+def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewColumn], int]:
     """Returns the columns that fit, and the width of the first."""
     while len(columns) > 1:
         left = width - sum(column.width + 1 for column in columns[1:])

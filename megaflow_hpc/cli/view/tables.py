@@ -10,7 +10,7 @@ from megaflow_hpc.cli.view.words import STYLES
 from megaflow_hpc.monitor.live import RolloutRow, Rollouts
 
 
-class Column(NamedTuple):
+class ViewColumn(NamedTuple):
     """A column of a list; the first one takes the width that others leave."""
 
     head: str
@@ -18,11 +18,11 @@ class Column(NamedTuple):
     right: bool = False
 
 
-class Table(Protocol):
+class ViewTable(Protocol):
     """Rows that a list can show."""
 
     @property
-    def columns(self) -> Sequence[Column]:
+    def columns(self) -> Sequence[ViewColumn]:
         """Its columns, of which the first takes what width is left."""
 
     @property
@@ -41,12 +41,12 @@ class RolloutTable:
     """Rollouts, those that run first."""
 
     columns = (
-        Column("rollout"),
-        Column("state", 9),
-        Column("node", 10),
-        Column("time", 8, True),
-        Column("turns", 5, True),
-        Column("now, or outcome", 15),
+        ViewColumn("rollout"),
+        ViewColumn("state", 9),
+        ViewColumn("node", 10),
+        ViewColumn("time", 8, True),
+        ViewColumn("turns", 5, True),
+        ViewColumn("now, or outcome", 15),
     )
 
     def __init__(self, rollouts: Rollouts, nothing: str) -> None:
@@ -77,12 +77,12 @@ class PartTable:
     """Pods and engines."""
 
     columns = (
-        Column("pod or engine"),
-        Column("state", 9),
-        Column("node", 10),
-        Column("run/slots", 9, True),
-        Column("stored", 7, True),
-        Column("tokens/s", 8, True),
+        ViewColumn("pod or engine"),
+        ViewColumn("state", 9),
+        ViewColumn("node", 10),
+        ViewColumn("run/slots", 9, True),
+        ViewColumn("stored", 7, True),
+        ViewColumn("tokens/s", 8, True),
     )
     nothing = "no pod has started"
 

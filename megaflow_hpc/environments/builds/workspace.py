@@ -66,7 +66,8 @@ class BuildWorkspace:
         for name in ("items", "uppers"):
             (self._work / name).mkdir()
         if not self.pretends and not helper_python.why_not():  # who is pretended must not really become another
-            await asyncio.to_thread(lambda: helper_python.lay(helper_python.kit(provider.scratch), self.items))
+            interpreter = await asyncio.to_thread(helper_python.prepare, provider.scratch)
+            await asyncio.to_thread(helper_python.link_into, interpreter, self.items)
         self._hold: Hold = self._stack.enter_context(self._trees.holding())
         self.namespace: Sequence[str] = self._stack.enter_context(namespace())
         scratch = str(provider.scratch)

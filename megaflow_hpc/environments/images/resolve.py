@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Protocol
 
 from megaflow_hpc.environments.images.apptainer_build import build_definition, definition_digest, identity
 from megaflow_hpc.environments.images.build_progress import BuildProgress, Watch, make_all
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digests
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
-from megaflow_hpc.environments.images.pull import Looks, pull
+from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
@@ -86,14 +86,6 @@ class Images:
         """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
         self.show: Callable[[BuildProgress], None] = lambda state: None
         """Gets how far :meth:`resolve_all` is, some times a second."""
-        self.foretell: Callable[[Sequence[ImageRequest], ImageMapping], None] = lambda requests, mapping: None
-        """Gets all that :meth:`resolve_all` is asked for before anything of it is made."""
-        self.looks: Looks | None = Looks()
-        """Asks registries what forecasts say; ``None``: nobody is asked."""
-        self.beside: Images | None = None
-        """Another store whose keys for Dockerfiles' images are found along, of contexts that are read once for both."""
-        self.keys_beside: dict[Path, str] = {}
-        """Those keys, by the paths of Dockerfiles that were looked up."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
@@ -153,10 +145,6 @@ class Images:
 
         if wanted:
             told(0, 0, 0, 0.0)
-        if jobs:
-            used = dict(self.used)
-            self.foretell(list(wanted.values()), mapping)
-            self.used = used  # what was only looked at was not asked for
         made, failed = make_all(jobs, told, self.stop, keep_going=failures is not None)
         for name, failure in failed.items():
             if failures is None or not isinstance(failure, MegaflowError):
@@ -231,7 +219,7 @@ class Images:
     ) -> Path:
         """The image that a Dockerfile makes of the images that its ``FROM`` lines are mapped to."""
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
-        key = self._key(dockerfile, bases, mapping)
+        key = context_digest(dockerfile, "\0".join(map(identity, bases.values())))
 
         def make(target: Path) -> LayeredImage:
             if self.builder is None:
@@ -240,16 +228,6 @@ class Images:
             return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MAX_BUILD_S), self._say_step)
 
         return self._made(key, str(dockerfile.path), make, build=build)
-
-    def _key(self, dockerfile: Dockerfile, bases: Mapping[str, Path], mapping: ImageMapping) -> str:
-        based_on = ["\0".join(map(identity, bases.values()))]
-        if self.beside is not None:
-            others = (self.beside.resolve(name, mapping, build=False) for name in bases)
-            based_on.append("\0".join(map(identity, others)))
-        key, *beside = context_digests(dockerfile, *based_on)
-        for other in beside:
-            self.keys_beside[dockerfile.path] = other
-        return key
 
     def resolve_source(self, source: str, where: str) -> Path:
         """The image file of an address, or of a path relative to the working directory.

@@ -84,13 +84,14 @@ class Activities:
         mirrored: dict[str, Transcript] = {}
         for rollout in self.asked.transcripts:
             known = self._transcripts.get(rollout)
-            for rank in self._scheduler.workers.running_at(rollout)[:1]:
+            rank = self._scheduler.workers.worker_of(rollout)
+            if rank is not None:
                 self._comm.send(rank, {"op": "mirror", "id": rollout, "calls": known.calls if known else -1})
                 mirrored |= {rollout: known} if known else {}
         self._transcripts = mirrored
         shown = {}
         for rollout in self.asked.rollouts:
-            if rollout in self._known and self._scheduler.workers.running_at(rollout):
+            if rollout in self._known and self._scheduler.workers.worker_of(rollout) is not None:
                 calls, tokens, waits, heard_at = self._known[rollout]
                 shown[rollout] = RolloutActivity(calls, tokens, waits, round(now - heard_at, 1))
         return PodActivity(shown, mirrored)

@@ -31,7 +31,6 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
 from megaflow_hpc.rundir.overrides import overridden
 from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
-from megaflow_hpc.trajectories.journal.shard_maker import ShardMaker
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
@@ -80,15 +79,13 @@ def lead(run: RunDir, comm: Comm) -> str:
     check_version(planned, run)
     who = identity()
     directory = os.environ.get("MEGAFLOW_POD_DIR")
-    shards = ShardMaker(run)
-    journal = JournalWriter(run.journal_file(who.pod, who.start), on_rotate=shards.add)
+    journal = JournalWriter(run.journal_file(who.pod, who.start))
     pod = _pod(run, planned, comm, who, journal)
     pod.drain_file = Path(directory) / DRAIN if directory else None
     tune()
     state = Master(pod).run()
     if state != "lost":  # then nothing more may be committed, and the disk may not answer
         journal.close()
-        shards.close()
     if directory:
         write_atomic(Path(directory) / STATE, state)
     return state

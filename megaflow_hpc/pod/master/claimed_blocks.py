@@ -61,7 +61,7 @@ class ClaimedBlocks:
     """The blocks of one pod, from claim to done mark, release or hand-off.
 
     Args:
-        stored: what the journals of earlier holders of a block hold, and how long they are.
+        stored: reads the journals of a block's earlier holders.
         tasks: of the campaign; those of the blocks that are claimed are looked up.
         ahead: blocks of few rollouts that are looked into before they are claimed.
     """
@@ -173,12 +173,16 @@ class ClaimedBlocks:
             for rollout in one.rollouts:
                 self.settled(one.block, rollout.id)
 
-    def release(self) -> None:
-        """Gives back every block that is not done. Raises OSError."""
+    def release(self, sealed: int) -> None:
+        """Gives back every block that is not done.
+
+        Args:
+            sealed: durable bytes of this pod's journal.
+
+        Raises:
+            OSError: the run directory does not answer.
+        """
         self.retry_hand_offs()
-        if not self._held:
-            return
-        sealed = self._stored.length(self._ledger.identity.name) if self._ledger.identity else 0
         for held in self._held.values():
             self._ledger.release(held.claim, sealed, held.missing)
             self._write_event(held.claim, "released", rollouts=len(held.missing))

@@ -13,9 +13,8 @@ from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.stragglers import Stragglers
 from megaflow_hpc.pod.scheduling.work import Work
-from megaflow_hpc.rundir.events import CopyEvent, StartEvent
+from megaflow_hpc.rundir.events import StartEvent
 from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
@@ -43,7 +42,6 @@ class Dispatch:
     def __init__(self, pod: Pod, scheduler: Scheduler, io: RunIo, results: Results, estimates: Estimates) -> None:
         self._pod, self._scheduler, self._io, self._results = pod, scheduler, io, results
         self._estimates = estimates
-        self._stragglers = Stragglers(estimates) if pod.scheduling.copies else None
         self._look_s = SOON_S
         self._looked_at: float | None = None
         """When a claim last found nothing; ``None`` after one that found a block."""
@@ -61,8 +59,6 @@ class Dispatch:
         while (next_ := self._scheduler.next(remaining_s, walltime.whole_s)) is not None:
             self._start(*next_)
             started += 1
-            if self._stragglers is not None:
-                self._stragglers.started(next_[1].rollout.id, time.monotonic())
         self._started += started
         return started > 0
 
@@ -167,17 +163,3 @@ class Dispatch:
                 later=rollout.id in later,
                 planned=planned,
             )
-
-    def copy_stragglers(self) -> None:
-        """Where nothing is left to start or to claim, starts what takes unusually long once more, elsewhere."""
-        if self._stragglers is None or not self.nothing_free:
-            return
-        if self._scheduler.queued or not self._scheduler.workers.free:
-            return
-        for rollout in self._stragglers.overdue(self._scheduler.workers.running_work(), time.monotonic()):
-            if rollout not in self._results.began:
-                continue  # its copy has won; this attempt has not heard of that yet
-            copy = self._scheduler.copy(rollout)
-            if copy is not None:
-                self._start(*copy)
-                self._pod.events.write(CopyEvent(id=rollout, rank=copy[0], attempt=copy[1].attempt))

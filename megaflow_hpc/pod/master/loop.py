@@ -80,7 +80,6 @@ class Master:
             pod.scheduling.order,
             pod.scheduling.weights,
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, SURELY) or 0.0,
-            pod.scheduling.groups == "together",
         )
         self._io = RunIo(_io_thread(pod))
         self._cores, self._began = cores_of(), time.monotonic()
@@ -252,8 +251,6 @@ class Master:
             self._io.list_endpoints()
         if self._due("images", AHEAD_S):
             self._announce_images()
-        if not self._results.draining:
-            self._dispatch.copy_stragglers()
         self._work_stealing.tick(self._dispatch.nothing_free, self._results.draining)
         self._say_slow()
         self._dispatch.tick(TICK_S)

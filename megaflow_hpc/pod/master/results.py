@@ -1,7 +1,6 @@
 """Decides what becomes of an attempt that ended: stored, retried, or dropped because nobody needs it any more.
 
-Here causes of failure, groups, copies of stragglers and bad ranks come together; each has its rules in a module of its
-own, and this one carries them out.
+The rules for causes of failure, groups and bad ranks are in modules of their own. This module carries them out.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Results:
     ) -> None:
         self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
-        self._copies = pod.scheduling.copies
         self._blame, self._pattern = Blame(), pod.pattern()
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
@@ -57,12 +55,8 @@ class Results:
         """Rollout that was tried and is not stored → what is known of it."""
         self._cut: set[str] = set()
         """Rollouts that the end of this allocation has cut short."""
-        self._parked: dict[str, Work] = {}
-        """Work that the rules of groups took out of the queue, by rollout id."""
         self._cancelling: dict[str, str] = {}
         """Rollout that was told to stop → why."""
-        self._void: set[tuple[int, str]] = set()
-        """(rank, rollout): a result that nobody waits for, the other copy having won."""
         self.began: dict[str, float] = {}
         """When each rollout was last started, by the monotonic clock."""
         self.draining = False
@@ -100,9 +94,6 @@ class Results:
 
     def settle(self, rank: int, work: Work, outcome: Outcome) -> None:
         """Retries a failure, keeps what was cut short for the next pod, or stores the outcome."""
-        if (rank, outcome.id) in self._void:
-            self._void.discard((rank, outcome.id))
-            return
         why = self._cancelling.get(outcome.id)
         if outcome.status == "cancelled" and why is None:
             # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
@@ -120,14 +111,12 @@ class Results:
         self._end(work, outcome)
 
     def _end(self, work: Work, outcome: Outcome) -> None:
-        """Stores an outcome, and does what follows from it for copies, groups and estimates."""
+        """Stores an outcome, and updates the estimates and the rollout's group."""
         judged = outcome.status in VERIFIED
         if judged:
             before = self.histories.get(outcome.id)
             seconds = outcome.seconds + (before.kept_s if before else 0.0)
             self._estimates.observe(outcome.task_id, outcome.policy, seconds)
-        if self._copies:
-            self._call_off_copies(outcome.id)
         self._cancelling.pop(outcome.id, None)
         self._store(work, outcome)
         if self.grouped:
@@ -143,8 +132,7 @@ class Results:
         if self.draining:
             # The engines and sandboxes of an ending job fail; whoever takes the block tries again.
             return may_retry((*work.causes, outcome.cause))
-        twin = self._copies and bool(self._scheduler.workers.running_at(outcome.id))
-        if not twin and not self._scheduler.retry(work, outcome.cause, rank):
+        if not self._scheduler.retry(work, outcome.cause, rank):
             return False
         history = self.histories.setdefault(outcome.id, History())
         history.attempts.append(attempt_of(outcome))
@@ -153,8 +141,7 @@ class Results:
         self._pod.events.write(
             AttemptEvent(id=outcome.id, attempt=work.attempt, kind=outcome.cause, error=shown(outcome.error), rank=rank)
         )
-        if not twin:
-            self.groups.requeued(work.rollout.group_id, outcome.id)
+        self.groups.requeued(work.rollout.group_id, outcome.id)
         return True
 
     def outcome_without_run(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
@@ -171,24 +158,16 @@ class Results:
 
     def _carry_out(self, step: Step) -> None:
         """Does what the rules of groups ask for."""
-        for rollout in step.park:
+        promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
+        self._scheduler.add(replace(work, later=False) for work in promoted if work is not None)
+        for rollout in step.cancel:
             work = self._scheduler.drop(rollout)
             if work is not None:
-                self._parked[rollout] = work
-        again = [self._parked.pop(rollout, None) or self._scheduler.drop(rollout) for rollout in step.unpark]
-        self._scheduler.add(replace(work, later=False) for work in again if work is not None)
-        for rollout in step.cancel:
-            work = self._parked.pop(rollout, None) or self._scheduler.drop(rollout)
-            if work is not None:
                 self._store(work, self.outcome_without_run(work, "", step.why, "cancelled"))
-            for rank in self._scheduler.workers.running_at(rollout):
+            rank = self._scheduler.workers.worker_of(rollout)
+            if rank is not None:
                 self._cancelling[rollout] = step.why
                 self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
-
-    def _call_off_copies(self, rollout: str) -> None:
-        for rank in self._scheduler.workers.running_at(rollout):
-            self._void.add((rank, rollout))
-            self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
 
     def _exclude(self, rank: int, error: str) -> None:
         node = self._ranks.ready.get(rank, "")

@@ -13,7 +13,6 @@ from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock
 from megaflow_hpc.pod.master.histories import History
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.live import Asked, PodActivity
-from megaflow_hpc.trajectories.journal.headings import HeadingFields
 from megaflow_hpc.types import Rollout
 
 # --- requests ---
@@ -26,11 +25,6 @@ class PendingResult(NamedTuple):
     block: int
     epoch: int
     record: bytes
-
-    def to_append(self) -> tuple[bytes, HeadingFields]:
-        """Returns the journal's record and its heading."""
-        said = self.outcome
-        return self.record, (said.id, said.status, self.epoch, said.attempt, self.block)
 
 
 class StoreResults(NamedTuple):

@@ -59,7 +59,6 @@ from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Viewers
 from megaflow_hpc.rundir.pods.condenser import SummaryWriter
-from megaflow_hpc.trajectories.journal.headings import HeadingFields
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
@@ -72,13 +71,17 @@ RETRY_S = 1.0
 
 
 class Journal(Protocol):
-    """What the thread needs of a :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter`."""
+    """The part of :class:`~megaflow_hpc.trajectories.journal.writer.JournalWriter` that the thread needs."""
 
-    def append(self, record: bytes, heading: HeadingFields) -> int:
-        """Takes a record and its heading; what the disk refuses is kept for the next call. Raises OSError."""
+    @property
+    def committed(self) -> int:
+        """Bytes that are durable."""
+
+    def append(self, record: bytes) -> int:
+        """Adds a record, and keeps it if the disk refuses. Raises OSError."""
 
     def commit(self) -> object:
-        """Makes durable what was appended. Raises OSError."""
+        """Makes every appended record durable. Raises OSError."""
 
 
 class RunIoThread(threading.Thread):
@@ -239,8 +242,9 @@ class RunIoThread(threading.Thread):
         if not self._ledger.may_commit:
             return
         while self._results:
-            self._appended.append(self._results.popleft())
-            self._journal.append(*self._appended[-1].to_append())  # what it refuses it keeps, and writes with the next
+            result = self._results.popleft()
+            self._appended.append(result)  # first: after an error the journal keeps the record
+            self._journal.append(result.record)
         if self._appended:
             if not self._ledger.committed(self._journal.commit):
                 return  # too late: whoever takes over may not see it
@@ -316,7 +320,7 @@ class RunIoThread(threading.Thread):
             print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
         if self._requested_slots:
             self._ledger.request_work(0)
-        self._blocks.release()
+        self._blocks.release(self._journal.committed)
         self._viewers.leave()
         if self._ledger.finished:
             histories.remove_partials(self._run)

@@ -108,7 +108,6 @@ class Pod:
         return GroupRules(
             wanted=self.samples if section.spare else {},
             signal_after=section.signal_after or 0,
-            retry_every=section.retry_every or 0,
         )
 
     def planned(self, policy: str) -> int:

@@ -1,5 +1,5 @@
 """Charts of figures as Vega-Lite specifications, and their PNGs.
 
-In come figures; out come plain dictionaries (``every.charts_of``) that the page hands to Vega in the browser and
-``pictures`` to the same Vega without one. No chart computes what is not among the figures.
+``every.charts_of`` turns figures into plain dictionaries. The page passes them to Vega in the browser, and ``pictures``
+to the same Vega without a browser. Charts compute nothing that is not among the figures.
 """

@@ -1,4 +1,4 @@
-"""The charts of a report, as Vega-Lite specifications, drawn by the page and by :mod:`.pictures` alike."""
+"""The charts of a report, as Vega-Lite specifications for the page and for :mod:`.pictures`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaflow_hpc.texts import in_one_line
 def charts_of(
     runs: Sequence[RunFigures], bars: Sequence[Sequence[Bar]], differences: Sequence[Difference]
 ) -> list[Chart]:
-    """Returns the charts that these runs have something to say in, in the order of the page.
+    """Returns the charts for which these runs have data, in the order of the page.
 
     Args:
         bars: the timeline of each run.
@@ -44,7 +44,7 @@ def charts_of(
 
 
 def _printable(chart: Chart) -> Chart:
-    """The same chart, its texts without what steers, its numbers without what is none: SVG and JSON have neither."""
+    """Returns the chart without control characters, NaN and infinities, which SVG and JSON lack."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Charts as PNG, without a browser: vl-convert runs Vega in an engine of its own, which is let no network."""
+"""Charts as PNG without a browser: vl-convert runs Vega in its own engine, without a network."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from megaflow_hpc.report.charts.specs import Chart, theme
 
 WIDTH = 720
-"""Pixels of a chart that is as wide as its place; PNGs have twice as many."""
+"""Width in pixels of a chart that fills its place. PNGs have twice as many."""
 
 
 def check_installed() -> None:
-    """Imports what draws and lays out, before anything is read.
+    """Imports the drawing library before anything is read.
 
     Raises:
-        ModuleNotFoundError: it is not there.
+        ModuleNotFoundError: it is not installed.
     """
     import jinja2  # noqa: F401
     import vl_convert  # noqa: F401
@@ -33,5 +33,5 @@ def pictures(charts: Sequence[Chart]) -> Iterator[tuple[str, bytes]]:
 
 
 def file_name(name: str) -> str:
-    """Returns a name that is safe for a file: a campaign's may hold anything."""
+    """Returns a safe file name; the name of a campaign may contain anything."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "chart"

@@ -1,4 +1,4 @@
-"""Charts of time and means: timeline, concurrency, phases, failures, slow tasks, hours held and how they were used."""
+"""Charts of time and means: timeline, concurrency, phases, failures, slow tasks, hours held and efficiency."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megaflow_hpc.report.charts.specs import (
     spec_of,
 )
 from megaflow_hpc.report.figures import RunFigures
-from megaflow_hpc.report.policies import Phase, Stage
+from megaflow_hpc.report.policies import LatencyStage, Phase
 from megaflow_hpc.report.timeline import PODS, Bar
 
 TASKS_SHOWN = 40
 TALLEST = 1000
-"""Pixels of a timeline, unless it has very many pods."""
+"""Maximum height of a timeline in pixels, unless it has very many pods."""
 OF_ROWS = {"width": 420}
-"""Of charts in rows of their own, which Vega cannot fit into a place."""
+"""Width in pixels of faceted charts, which Vega cannot fit into a place."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From how many seconds on an axis of time has which unit."""
+"""Minimum number of seconds for each unit of a time axis."""
 
 
 def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) -> Chart | None:
-    """Returns the rollouts of one run over time, in rows by pod."""
+    """Returns the rollouts of one run over time, one row per pod."""
     if not bars:
         return None
     shown = {bar.pod for bar in bars}
@@ -76,7 +76,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
             },
         ],
     )
-    if killed := [pod for pod in pods if pod["state"] == "gone"]:  # Vega warns of a layer without data
+    if killed := [pod for pod in pods if pod["state"] == "gone"]:  # Vega warns about a layer without data
         mark = {"type": "point", "shape": "cross", "angle": 45, "size": 90, "color": OUTCOMES["failed"]}
         encoding = {"y": y, "x": {**channel("end"), "title": x["title"]}, "tooltip": told}
         spec["layer"].append({"data": {"values": killed}, "mark": mark, "encoding": encoding})
@@ -92,7 +92,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
 
 
 def concurrency(runs: Named) -> Chart | None:
-    """Returns how many rollouts ran and waited, and how many slots there were."""
+    """Returns the numbers of running and waiting rollouts and of slots over time."""
     divided, unit = _unit(max(run.seconds for _, run in runs))
     values = [
         {"run": label, "series": series, "at": at / divided, "value": value}
@@ -142,11 +142,11 @@ def _stacked(
     name: str,
     title: str,
     note: str,
-    known: Sequence[tuple[str, Phase | Stage, str]],
+    known: Sequence[tuple[str, Phase | LatencyStage, str]],
     colours: dict[str, str],
     runs: Named,
 ) -> Chart | None:
-    """A bar for each policy, of the mean seconds of its parts.
+    """Returns a bar for each policy with the mean seconds of its parts.
 
     Args:
         known: run, part, name of the part.
@@ -203,7 +203,7 @@ def failures(runs: Named) -> Chart | None:
 
 
 def tasks(runs: Named) -> Chart | None:
-    """Tasks that take longest, sample by policy; of one run, since the table compares several."""
+    """Returns the slowest tasks by policy. Only one run is drawn, since the table compares several."""
     if len(runs) > 1 or not runs[0][1].tasks:
         return None
     tasks = sorted(runs[0][1].tasks, key=lambda task: -task.seconds)[:TASKS_SHOWN]
@@ -258,7 +258,7 @@ def cost(runs: Named) -> Chart | None:
 
 
 def efficiency(runs: Named) -> Chart | None:
-    """Returns how much jobs used of what they held."""
+    """Returns how much of the held resources jobs used."""
     values = [
         {
             "series": series_name(label, job.role, runs),

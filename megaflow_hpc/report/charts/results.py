@@ -13,7 +13,7 @@ from megaflow_hpc.report.series import Bin
 
 
 def pass_at(runs: Named) -> Chart | None:
-    """Returns pass@k over k; where no task has two samples, pass@1 of each policy."""
+    """Returns pass@k over k, or pass@1 of each policy if no task has two samples."""
     values = [
         {"series": series_name(label, policy.policy, runs), **msgspec.to_builtins(point)}
         for label, run in runs
@@ -24,7 +24,7 @@ def pass_at(runs: Named) -> Chart | None:
         return None
     scale = {"domain": [0, 1]}
     tip = [channel("series", "N"), channel("k"), *(channel(name, format=".3f") for name in ("value", "low", "high"))]
-    if max(value["k"] for value in values) == 1:  # nothing to draw a curve through
+    if max(value["k"] for value in values) == 1:  # a curve needs two points
         spec = _intervals(values, channel("low", title="pass@1", scale=scale), "value", tip)
     else:
         x = channel("k", title="k samples", scale={"type": "log", "base": 2}, axis={"tickMinStep": 1, "format": "d"})
@@ -62,7 +62,7 @@ def differences(found: Sequence[Difference]) -> Chart | None:
 
 
 def _intervals(values: Sequence[dict[str, Any]], x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
-    """A point on a line from ``low`` to ``high`` for each series."""
+    """Returns a point on a line from ``low`` to ``high`` for each series."""
     encoding = {"y": channel("series", "N", None), "color": {**by_series(), "legend": None}, "tooltip": list(tip)}
     return spec_of(
         values,
@@ -94,7 +94,7 @@ def _histogram(
     encoding = {
         "x": channel("low", title=name, bin={"binned": True}, axis=axis, scale=scale or {}),
         "x2": channel("high"),
-        # Bars of different runs have different edges and cannot stand on one another.
+        # Bars of different runs have different edges and cannot be stacked.
         "y": channel("count", title="rollouts", stack=None if len(runs) > 1 else "zero"),
         "color": by_series(),
         "tooltip": tip,
@@ -104,17 +104,17 @@ def _histogram(
 
 
 def rewards(runs: Named) -> Chart | None:
-    """Returns how rewards are distributed."""
+    """Returns the distribution of rewards."""
     note = "Rollouts by reward, those without a verdict left out."
     values = _bins(runs, "rewards")
-    for domain in ((0.0, 1.0), (-0.5, 1.5)):  # shares, and bars of 0 and 1 alone: both ends show, also where all passed
+    for domain in ((0.0, 1.0), (-0.5, 1.5)):  # shares, and bars of only 0 and 1: both ends are shown even if all passed
         if all(domain[0] <= value["low"] and value["high"] <= domain[1] for value in values):
             return _histogram("reward", "Rewards", note, values, runs, {"domain": list(domain)})
     return _histogram("reward", "Rewards", note, values, runs)
 
 
 def tokens(runs: Named) -> Iterator[Chart | None]:
-    """Yields how tokens and model calls are distributed; nothing where no policy asks a model."""
+    """Yields the distributions of tokens and model calls; nothing if no policy calls a model."""
     if any(policy.turns.max for _, run in runs for policy in run.policies):
         note = "Of each rollout that was carried out, prompts included."
         yield _histogram("tokens", "Tokens", note, _bins(runs, "token_bins"), runs)
@@ -123,7 +123,7 @@ def tokens(runs: Named) -> Iterator[Chart | None]:
 
 
 def use(runs: Named) -> Iterator[Chart | None]:
-    """Yields how CPU time and memory of rollouts are distributed."""
+    """Yields the distributions of CPU time and memory of rollouts."""
     note = "CPU seconds of the sandboxes of each rollout that was carried out, the verifier's included."
     yield _histogram("CPU seconds", "CPU of rollouts", note, _bins(runs, "cpu_bins"), runs)
     note = "The most memory that the sandboxes of each rollout were seen to hold."

@@ -1,8 +1,8 @@
-"""What charts are built of: colours, the two themes, and the pieces of a Vega-Lite specification.
+"""Building blocks of charts: colours, the two themes, and parts of Vega-Lite specifications.
 
-A specification holds its data and no colours: those are of :data:`PALETTE`, which people with any colour vision can
-tell apart (Okabe and Ito 2008), and of the themes. Texts of tasks and agents stand in the data alone, where Vega takes
-them for nothing but text.
+A specification holds data and no colours. Colours come from :data:`PALETTE`, which people with any colour vision can
+distinguish (Okabe and Ito 2008), and from the themes. Texts of tasks and agents appear only in the data, which Vega
+treats as plain text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaflow_hpc.report.rollouts import PHASES
 
 Spec = dict[str, Any]
 Named = Sequence[tuple[str, RunFigures]]
-"""Runs, and what each is called in charts."""
+"""Runs, each with its label in charts."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#8A8A8A")
 ON_DARK = ("#56B4E9", "#E69F00", "#2CC295", "#E08FC0", "#8FA8FF", "#FF8A4C", "#D9CB3A", "#B0B0B0")
@@ -41,16 +41,16 @@ class Chart(msgspec.Struct, kw_only=True):
     """One chart."""
 
     name: str
-    """Of its PNG and of its place in the page."""
+    """Name of its PNG and of its place in the page."""
     title: str
     note: str
-    """What it shows, in a sentence."""
+    """Caption of one sentence."""
     spec: Spec
     wide: bool = False
 
 
 def theme(dark: bool) -> Spec:
-    """Returns Vega's ``config`` of one of the two themes."""
+    """Returns Vega's ``config`` for one of the two themes."""
     text, faint, line = ("#e6e8eb", "#a4acb6", "#39424d") if dark else ("#1f2328", "#59636e", "#e1e5ea")
     axis = {"labelColor": faint, "titleColor": faint, "gridColor": line, "domainColor": line, "tickColor": line}
     return {
@@ -69,26 +69,26 @@ def theme(dark: bool) -> Spec:
 
 
 def spec_of(values: Sequence[dict[str, Any]], **more: Any) -> Spec:
-    """Returns a specification over rows of data, as wide as its place."""
+    """Returns a specification over rows of data that fills the width of its place."""
     return {"$schema": SCHEMA, "data": {"values": list(values)}, "width": "container", "height": 240, **more}
 
 
 def height_of(values: Sequence[dict[str, Any]], field: str, each: int) -> int:
-    """Returns the pixels of a chart with a row of ``each`` for every name in a field."""
+    """Returns the height in pixels of a chart with ``each`` pixels for every distinct value of a field."""
     return each * len({value[field] for value in values})
 
 
 def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) -> Spec:
-    """Returns a channel: a field, its kind (Q a quantity, N a name, O in order) and its title, ``None`` for none."""
+    """Returns a channel: a field, its kind (Q quantity, N name, O ordinal) and its title, or ``None`` for no title."""
     kinds = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
     return {"field": field, "type": kinds[kind], **({"title": title} if title != "" else {}), **more}
 
 
 def series_name(label: str, policy: str, runs: Named) -> str:
-    """Returns the name of a policy of a run, as short as it can be told from others."""
+    """Returns the shortest unambiguous name of a policy of a run."""
     return policy if len(runs) == 1 else f"{label}: {policy}"
 
 
 def by_series(title: str | None = None) -> Spec:
-    """Returns the channel that tells policies and runs apart."""
+    """Returns the channel that distinguishes policies and runs."""
     return channel("series", "N", title)

@@ -81,7 +81,7 @@ def fields_of(judging: Judging) -> dict[str, Any]:
     return {name: getattr(judging, name) for name in Judging.__struct_fields__}
 
 
-class Step(Judging, frozen=True, omit_defaults=True, kw_only=True):
+class HarborStep(Judging, frozen=True, omit_defaults=True, kw_only=True):
     """One of ``[[steps]]``. What is ``None`` or empty is the task's."""
 
     name: str
@@ -106,10 +106,10 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
     upload_environment: bool = False
     """Whether ``environment/`` is copied into the work directory."""
     healthcheck: Healthcheck = Healthcheck()
-    steps: list[Step] = field(default_factory=list)
+    steps: list[HarborStep] = field(default_factory=list)
     reward_strategy: str = "mean"
     """``mean`` of the steps, or ``final``: the last step's."""
-    step: Step | None = None
+    step: HarborStep | None = None
 
     @classmethod
     def of(cls, task: Task) -> Self:

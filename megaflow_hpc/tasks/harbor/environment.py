@@ -15,14 +15,14 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import (
 )
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.data import HarborData
-from megaflow_hpc.tasks.harbor.task_toml import Table
+from megaflow_hpc.tasks.harbor.task_toml import TomlTable
 from megaflow_hpc.types import Limits, Network, Task
 
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 
 def read_environment(
-    table: Table, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
+    table: TomlTable, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
 ) -> Task:
     """Reads an environment. Returns a task with its image, directory, user, variables, limits and network.
 
@@ -81,7 +81,7 @@ def read_environment(
     return data.put(task)
 
 
-def read_network(table: Table) -> Network | None:
+def read_network(table: TomlTable) -> Network | None:
     """The network of a task: ``gateway`` where it forbids or restricts the network, so that only its model answers.
 
     ``None`` leaves a task that does neither to the campaign: compute nodes often have no way out.
@@ -103,7 +103,7 @@ def inside(root: Path, path: Path) -> Path:
     return path
 
 
-def _refuse(table: Table, directory: Path) -> None:
+def _refuse(table: TomlTable, directory: Path) -> None:
     """What no single container without root can be."""
     for name in COMPOSE:
         if (directory / name).is_file():

@@ -14,7 +14,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import TaskFormat
 from megaflow_hpc.tasks.harbor import solution, verifier
-from megaflow_hpc.tasks.harbor.data import HarborData, Judging, Step
+from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Judging
 from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.steps import begin_step, combine, may_continue, step_name, steps_of
@@ -52,7 +52,7 @@ class HarborFormat:
         found = [os.path.join(task.path, "environment")] if data.upload_environment else []
         endings: Sequence[Judging] = data.steps or [data]
         for ending in endings:
-            found += [*ending.tests, ending.solution, (isinstance(ending, Step) and ending.workdir) or ""]
+            found += [*ending.tests, ending.solution, (isinstance(ending, HarborStep) and ending.workdir) or ""]
         return [path for path in dict.fromkeys(found) if path and os.path.exists(path)]
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> bool:

@@ -15,18 +15,18 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import msgspec
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import TASK_ID
-from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, Judging, Step, fields_of
+from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Healthcheck, Judging, fields_of
 from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
-from megaflow_hpc.tasks.harbor.task_toml import Table, read_text, read_toml
+from megaflow_hpc.tasks.harbor.task_toml import TomlTable, read_text, read_toml
 from megaflow_hpc.tasks.harbor.verifier_section import read_judging
-from megaflow_hpc.types import SandboxMode, Task
+from megaflow_hpc.types import Task
 
 SCHEMA = (1, 4)
 """Newest version of task.toml that is read here."""
@@ -82,7 +82,6 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_S) or DEFAULT_AGENT_S,
         verifier_timeout_s=judging.verifier.timeout_s,
         network=network,
-        mode=cast("SandboxMode | None", toml.table("metadata").choice("sandbox_mode", *get_args(SandboxMode))),
         metadata=toml.table("metadata").data,
     )
     return data.put(task)
@@ -106,7 +105,7 @@ def read_instruction(root: Path, home: Path) -> str:
     return "".join(lines[marked:])
 
 
-def read_healthcheck(table: Table) -> Healthcheck:
+def read_healthcheck(table: TomlTable) -> Healthcheck:
     """The table's ``[healthcheck]``; one without a command where there is none."""
     check = table.table("healthcheck")
     if not check:
@@ -121,7 +120,7 @@ def read_healthcheck(table: Table) -> Healthcheck:
     return Healthcheck(command, int(check.number("retries") or 3), **times)
 
 
-def _check_version(toml: Table) -> None:
+def _check_version(toml: TomlTable) -> None:
     key = "schema_version" if "schema_version" in toml else "version"
     value = toml.data.get(key, "1.0")
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})(?:\.\d+)?", str(value))
@@ -134,9 +133,11 @@ def _check_version(toml: Table) -> None:
         )
 
 
-def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task, dockerfiles: Dockerfiles) -> list[Step]:
+def _read_steps(
+    toml: TomlTable, steps: list[TomlTable], root: Path, environment: Task, dockerfiles: Dockerfiles
+) -> list[HarborStep]:
     """What each step has of its own; steps.py makes tasks of it."""
-    found: list[Step] = []
+    found: list[HarborStep] = []
     for step in steps:
         name = step.text("name")
         if name is None or not _STEP.fullmatch(name) or name in (".", ".."):
@@ -151,7 +152,7 @@ def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task, 
         if "network_mode" in agent:
             raise agent.error("network_mode", agent.data["network_mode"], "one network for all steps, under [agent]")
         found.append(
-            Step(
+            HarborStep(
                 name=name,
                 instruction=read_instruction(root, home),
                 agent_timeout_s=agent.number("timeout_sec"),
@@ -165,7 +166,7 @@ def _read_steps(toml: Table, steps: list[Table], root: Path, environment: Task, 
     return found
 
 
-def _min_reward(step: Table) -> dict[str, float]:
+def _min_reward(step: TomlTable) -> dict[str, float]:
     """By name of the reward; a bare number is for ``reward``."""
     value = step.data.get("min_reward")
     if value is None:

@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error})") from error
 
 
-def read_toml(path: Path) -> Table:
+def read_toml(path: Path) -> TomlTable:
     """Reads the root table of a file.
 
     Raises:
@@ -51,7 +51,7 @@ def read_toml(path: Path) -> Table:
         raise ConfigError(f"{path}:{_deepest(text)}: not valid TOML: nested too deeply") from None
     except ValueError as error:  # also a number of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return Table(path, data, text.splitlines())
+    return TomlTable(path, data, text.splitlines())
 
 
 def _deepest(text: str) -> int:
@@ -60,7 +60,7 @@ def _deepest(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Table:
+class TomlTable:
     """One table; ``name`` is dotted, empty for the root. It is in the lines from ``begin`` to ``end``."""
 
     path: Path
@@ -99,14 +99,14 @@ class Table:
 
     # --- tables -------------------------------------------------------------------------------------------------
 
-    def table(self, key: str) -> Table:
+    def table(self, key: str) -> TomlTable:
         """The table ``key``, empty where it is missing."""
         value = self.data.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, value, "a table")
-        return Table(self.path, value, self.lines, self._dotted(key), self.begin, self.end)
+        return TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end)
 
-    def tables(self, key: str) -> list[Table]:
+    def tables(self, key: str) -> list[TomlTable]:
         """An array of tables, each with its own lines."""
         values = self.data.get(key) or []
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
@@ -114,10 +114,12 @@ class Table:
         header = re.compile(rf"\s*\[\[\s*{re.escape(self._dotted(key))}\s*\]\]")
         found = [n for n, line in enumerate(self.lines[: self.end]) if n >= self.begin and header.match(line)]
         if len(found) != len(values):  # written inline
-            return [Table(self.path, value, self.lines, self._dotted(key), self.begin, self.end) for value in values]
+            return [
+                TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end) for value in values
+            ]
         ends = [*found, self.end][1:]
         return [
-            Table(self.path, value, self.lines, self._dotted(key), begin, end)
+            TomlTable(self.path, value, self.lines, self._dotted(key), begin, end)
             for value, begin, end in zip(values, found, ends, strict=True)
         ]
 

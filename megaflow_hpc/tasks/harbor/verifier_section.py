@@ -12,14 +12,14 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.data import CollectHook, DeclaredArtifact, HarborData, Judging, VerifierRules
 from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
-from megaflow_hpc.tasks.harbor.task_toml import Table
+from megaflow_hpc.tasks.harbor.task_toml import TomlTable
 from megaflow_hpc.types import Task
 
 SCRIPT = "test.sh"
 
 
 def read_judging(
-    toml: Table, root: Path, environment: Task, dockerfiles: Dockerfiles, step: Table | None = None
+    toml: TomlTable, root: Path, environment: Task, dockerfiles: Dockerfiles, step: TomlTable | None = None
 ) -> Judging:
     """How a task, or one of its steps, ends.
 
@@ -62,7 +62,7 @@ def read_judging(
     )
 
 
-def _read_rules(sections: list[Table], passed: set[str] | None) -> VerifierRules:
+def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierRules:
     """The task's values, then the step's over them."""
     rules = VerifierRules()
     for section in sections:
@@ -80,7 +80,7 @@ def _read_rules(sections: list[Table], passed: set[str] | None) -> VerifierRules
     return rules
 
 
-def _read_collect(hook: Table) -> CollectHook:
+def _read_collect(hook: TomlTable) -> CollectHook:
     command = hook.text("command")
     if command is None:
         raise hook.error("command", None, "a shell command")
@@ -97,7 +97,12 @@ class _Separate:
 
 
 def _read_separate(
-    levels: list[Table], tests: list[Path], root: Path, environment: Task, dockerfiles: Dockerfiles, passed: set[str]
+    levels: list[TomlTable],
+    tests: list[Path],
+    root: Path,
+    environment: Task,
+    dockerfiles: Dockerfiles,
+    passed: set[str],
 ) -> _Separate | None:
     """The verifier's own environment; ``None`` where it is the agent's. The last level that says so decides."""
     separate = False
@@ -121,7 +126,7 @@ def _read_separate(
     if own is None or not own:
         return _Separate(replace(environment, user=None))
     # Its own limits and variables on the agent's image.
-    merged = Table(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
+    merged = TomlTable(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
     found = read_environment(merged, root / "environment", root, dockerfiles, passed)
     agents, data = HarborData.of(environment), HarborData.of(found)
     data = msgspec.structs.replace(data, dockerfile=agents.dockerfile, base=agents.base)
@@ -129,7 +134,7 @@ def _read_separate(
     return _Separate(data.put(replace(found, workdir=workdir, env=env)))
 
 
-def _read_artifacts(table: Table) -> list[DeclaredArtifact]:
+def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
     """``artifacts = ["/path", {source =, destination =, exclude = []}]``."""
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
@@ -147,11 +152,11 @@ def _read_artifacts(table: Table) -> list[DeclaredArtifact]:
             raise table.error("artifacts", destination, "a relative destination")
         if not isinstance(exclude, list) or not all(isinstance(pattern, str) for pattern in exclude):
             raise table.error("artifacts", exclude, "a list of patterns under exclude")
-        _refuse_service(Table(table.path, given, table.lines, "artifacts"))
+        _refuse_service(TomlTable(table.path, given, table.lines, "artifacts"))
         found.append(DeclaredArtifact(given["source"], destination, exclude))
     return found
 
 
-def _refuse_service(table: Table) -> None:
+def _refuse_service(table: TomlTable) -> None:
     if table.data.get("service", "main") not in (None, "main"):
         raise table.error("service", table.data["service"], "main: there are no other services; leave this task out")

@@ -75,7 +75,7 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Patch:
+class ReleasePatch:
     """The code that changed between two releases."""
 
     text: bytes
@@ -284,7 +284,7 @@ def keep_version(old: bytes, new: bytes) -> bytes:
     return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
 
 
-def difference(buggy: Path, fixed: Path) -> Patch:
+def difference(buggy: Path, fixed: Path) -> ReleasePatch:
     """The code that turns the committed tree ``buggy`` into ``fixed``; ``buggy`` is left as it was."""
     old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
     for name in old - new:
@@ -302,4 +302,4 @@ def difference(buggy: Path, fixed: Path) -> Patch:
     git(buggy, "reset", "-q", "--hard")
     git(buggy, "clean", "-q", "-f", "-d", "-x")
     lines = sum(int(count) for row in counts for count in row[:2] if count.isdigit())
-    return Patch(text, lines, tuple(row[2] for row in counts))
+    return ReleasePatch(text, lines, tuple(row[2] for row in counts))

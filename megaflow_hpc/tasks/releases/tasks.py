@@ -31,7 +31,7 @@ from megaflow_hpc.tasks import named_tests
 from megaflow_hpc.tasks.releases import sdists
 from megaflow_hpc.tasks.releases.bugs import Bug, BugFile
 from megaflow_hpc.tasks.releases.sdists import (
-    Patch,
+    ReleasePatch,
     commit,
     difference,
     fetch,
@@ -163,7 +163,7 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
     return task
 
 
-def check_patch(bug: Bug, patch: Patch, where: str) -> None:
+def check_patch(bug: Bug, patch: ReleasePatch, where: str) -> None:
     """Checks that a fix changes code, and no more than an agent can be asked to write.
 
     Raises:
@@ -217,7 +217,7 @@ There is no network.
 """
 
 
-def task_toml(image: str, bug: Bug, patch: Patch, root: str, stamp: str) -> str:
+def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) -> str:
     """``task.toml``, Harbor's schema 1.4. Image and no Dockerfile: ``environment/`` is uploaded to ``workdir``."""
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {

@@ -1,26 +1,20 @@
 """SWE-bench style JSONL: one line is one instance, whichever data set of that family it comes from.
 
-The data sets differ in small things, all of which end here. :class:`Instance` is the one form the rest knows::
-
-    SWE-bench, Verified, Lite, Multilingual   FAIL_TO_PASS as JSON text; version 5 adds image, eval_script, log_parser
-    SWE-Gym                                   lists; no image field
-    SWE-rebench                               lists; install_config {test_cmd, log_parser, env_vars}, docker_image
-    SWE-bench-Live                            lists; test_cmds, log_parser: pytest
-    SWE-smith                                 patch puts the bug *in*; no test_patch, no base_commit; image_name
-    Multi-SWE-bench                           org, repo, number, base.sha, fix_patch, f2p_tests {name: …}
+:mod:`~megaflow_hpc.tasks.swebench.datasets` converts the lines of each data set. :class:`Instance` is the form that
+the rest of the package knows.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.swebench.datasets import Line, dataset_of, literal
 from megaflow_hpc.texts import parse_json
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
@@ -29,12 +23,9 @@ WORKDIR = "/testbed"
 RUNNERS = ("", "script", "named")
 TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
 """Fields that are only ever put into files."""
-T = TypeVar("T")
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
 """A name, perhaps with a registry: a line is somebody else's, and a path in it would be taken as it is."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
-LITERAL_BYTES = 2 << 20
-"""Longest list that is read as Python's: a syntax tree takes hundreds of bytes for each of the text."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,11 @@ class Instance:
         return replace(self, image=image_name(image, self.instance_id) if image else self.image, **changes)
 
 
+TEXT_FIELDS = tuple(
+    field.name for field in fields(Instance) if field.name not in ("FAIL_TO_PASS", "PASS_TO_PASS", "env")
+)
+
+
 def image_name(pattern: str, instance_id: str) -> str:
     """An image name for an instance: Docker takes no two underscores in a row, which data sets replace."""
     lower = instance_id.lower()
@@ -90,24 +86,6 @@ def image_name(pattern: str, instance_id: str) -> str:
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Line:
-    """Where an instance was read."""
-
-    path: Path
-    number: int
-    offset: int
-    data: bytes
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.number}"
-
-    def error(self, key: str, value: Any, expected: str) -> ConfigError:
-        """An error that names file, line, key, value and what was expected."""
-        shown = repr(value)
-        return ConfigError(f"{self}: {key} {shown if len(shown) < 80 else shown[:80] + '…'}: expected {expected}")
 
 
 def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instance]]:
@@ -164,89 +142,33 @@ def parse(line: Line) -> Instance:
 
 
 def _instance(line: Line, raw: dict[str, Any]) -> Instance:
-    found = _multi_swe(line, raw) if {"org", "number", "fix_patch"} <= set(raw) else dict(raw)
-    # Some data sets write the two lists in small letters.
-    found |= {key: raw[key.lower()] for key in ("FAIL_TO_PASS", "PASS_TO_PASS") if key.lower() in raw}
-    install = found.get("install_config") or {}
-    if isinstance(install, str):
-        install = _literal(install)
-    if not isinstance(install, dict):
-        raise line.error("install_config", install, "an object")
-    values: dict[str, Any] = {}
-    for field in fields(Instance):
-        if field.name in found and field.name not in ("FAIL_TO_PASS", "PASS_TO_PASS", "env"):
-            values[field.name] = _text(line, field.name, found[field.name])
+    found = dataset_of(raw).convert(line, raw)
+    values = {key: _text(line, key, found[key]) for key in TEXT_FIELDS if key in found}
     for key in ("instance_id", "repo", "problem_statement"):
         if not values.get(key, "").strip():
             raise line.error(key, found.get(key), "a text that is not empty")
-    values["FAIL_TO_PASS"] = _names(line, "FAIL_TO_PASS", found.get("FAIL_TO_PASS"))
-    if not values["FAIL_TO_PASS"]:
+    failing = _names(line, "FAIL_TO_PASS", found.get("FAIL_TO_PASS"))
+    if not failing:
         raise line.error("FAIL_TO_PASS", found.get("FAIL_TO_PASS"), "at least one test")
-    values["PASS_TO_PASS"] = _names(line, "PASS_TO_PASS", found.get("PASS_TO_PASS") or [])
-    commands = found.get("test_cmd") or found.get("test_cmds") or install.get("test_cmd") or ""
-    values["test_cmd"] = "\n".join(
-        _text(line, "test_cmd", command) for command in (commands if isinstance(commands, list) else [commands])
-    )
-    values["env"] = _variables(line, found.get("env") or install.get("env_vars") or {})
-    parser = str(found.get("log_parser") or install.get("log_parser") or "")
-    values["log_parser"] = f"parse_log_{parser}" if parser and not parser.startswith("parse_log_") else parser
-    values["image"] = next(
-        (_text(line, key, found[key]) for key in ("image", "docker_image", "image_name") if found.get(key)),
-        image_name(IMAGE, values["instance_id"]),
-    )
-    if not values.get("test_patch") and (values["repo"].startswith("swesmith/") or "swesmith" in values["image"]):
-        # SWE-smith's patch is the bug; taking it back is the solution.
-        values["bug_patch"] = values.get("bug_patch") or values.get("patch", "")
-        values["patch"] = ""
-    if values.get("runner", "") not in RUNNERS:
-        raise line.error("runner", values["runner"], "script or named")
-    workdir = values.get("workdir") or WORKDIR
+    passing = _names(line, "PASS_TO_PASS", found.get("PASS_TO_PASS") or [])
+    values.setdefault("image", image_name(IMAGE, values["instance_id"]))
+    _check(line, values)
+    stated = {key: value for key, value in values.items() if value}
+    return Instance(**stated, FAIL_TO_PASS=failing, PASS_TO_PASS=passing, env=_variables(line, found.get("env") or {}))
+
+
+def _check(line: Line, values: Mapping[str, str]) -> None:
+    """Refuses values that would name something outside of the instance."""
+    runner, workdir = values.get("runner", ""), values.get("workdir") or WORKDIR
+    if runner not in RUNNERS:
+        raise line.error("runner", runner, "script or named")
     if not _PATH.fullmatch(workdir):
         raise line.error("workdir", workdir, "an absolute path without .. and control characters")
-    if not _IMAGE.fullmatch(values["image"]) or ".." in values["image"].split("/"):
-        raise line.error("image", values["image"], "the name of an image, not a path")
-    if len(values["instance_id"]) > 200 or not values["instance_id"].strip("."):
-        raise line.error("instance_id", values["instance_id"], "at most 200 characters, not only dots")
-    return Instance(**{key: value for key, value in values.items() if value not in ("", None)})
-
-
-def _multi_swe(line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Multi-SWE-bench's form: the issues are the statement, tests are keys of objects with their outcomes."""
-
-    def given(key: str, kind: type[T], expected: str) -> T:
-        found = raw.get(key)
-        if found is not None and not isinstance(found, kind):
-            raise line.error(key, found, expected)
-        return found or kind()
-
-    def tests(key: str) -> list[Any]:
-        found = raw.get(key) or []
-        if not isinstance(found, dict | list):
-            raise line.error(key, found, "tests by name")
-        return list(found)
-
-    sha = given("base", dict, "an object with the commit as sha").get("sha") or "HEAD"
-    issues = [i for i in given("resolved_issues", list, "a list of issues") if isinstance(i, dict)]
-    statement = "\n\n".join(f"{i.get('title') or ''}\n\n{i.get('body') or ''}".strip() for i in issues)
-    failing = [name for key in ("f2p_tests", "s2p_tests", "n2p_tests") for name in tests(key)]
-    org, repo, number = given("org", str, "a text"), given("repo", str, "a text"), raw["number"]
-    if not isinstance(number, int | str):
-        raise line.error("number", number, "a number")
-    kept = {
-        key: raw[key] for key in ("image", "test_cmd", "log_parser", "runner", "workdir", "test_patch") if key in raw
-    }
-    return {
-        "instance_id": raw.get("instance_id") or f"{org}__{repo}-{number}",
-        "repo": f"{org}/{repo}",
-        "base_commit": sha,
-        "problem_statement": statement or f"{raw.get('title') or ''}\n\n{raw.get('body') or ''}".strip(),
-        "patch": raw["fix_patch"],
-        "FAIL_TO_PASS": failing or tests("fixed_tests"),
-        "PASS_TO_PASS": tests("p2p_tests"),
-        "image": f"mswebench/{org}_m_{repo}:pr-{number}".lower(),
-        "workdir": f"/home/{repo}",
-        **kept,
-    }
+    image, instance_id = values["image"], values["instance_id"]
+    if not _IMAGE.fullmatch(image) or ".." in image.split("/"):
+        raise line.error("image", image, "the name of an image, not a path")
+    if len(instance_id) > 200 or not instance_id.strip("."):
+        raise line.error("instance_id", instance_id, "at most 200 characters, not only dots")
 
 
 def _text(line: Line, key: str, value: Any) -> str:
@@ -272,7 +194,7 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
     """Test names: a list, or a list written as JSON or Python."""
-    found = _literal(value) if isinstance(value, str) else value
+    found = literal(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise line.error(key, value, "a list of test names")
     return tuple(_writable(line, key, name) for name in found)
@@ -282,16 +204,3 @@ def _variables(line: Line, value: Any) -> dict[str, str] | None:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise line.error("env", value, "names and values")
     return {_writable(line, "env", key): _writable(line, "env", str(text)) for key, text in value.items()} or None
-
-
-def _literal(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        pass
-    if len(text) > LITERAL_BYTES:
-        return None
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None

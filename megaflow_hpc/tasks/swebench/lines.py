@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Struct
 
 from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.tasks.swebench.instances import Instance, Line, parse, read_instances
+from megaflow_hpc.tasks.swebench.datasets import Line
+from megaflow_hpc.tasks.swebench.instances import Instance, parse, read_instances
 from megaflow_hpc.types import Task
 
 AGENT_S = 1800.0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.rewards import columns
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 from megaflow_hpc.trajectories.reading.advantages import Kind
 from megaflow_hpc.trajectories.reading.advantages import advantages as relative
 
@@ -26,7 +26,7 @@ EPSILON = 1e-6
 """What ``whiten`` adds to the divisor."""
 
 
-def advantages(config: PolicyTraining, groups: Iterable[Group]) -> dict[str, tuple[float, float]]:
+def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[str, tuple[float, float]]:
     """Computes advantages.
 
     Args:

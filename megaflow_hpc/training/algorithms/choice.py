@@ -25,20 +25,20 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
 from megaflow_hpc.training.algorithms.order import ordered
 from megaflow_hpc.training.algorithms.replay import replay, replayable
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What becomes of the groups that were there."""
 
-    taken: tuple[Group, ...]
+    taken: tuple[SampleGroup, ...]
     """Trained on, in this order; each with the samples that are left, their penalties and weights."""
     drops: dict[str, str]
     """Id → cause: of a sample that has left its group, of a group that is not taken."""
-    left: tuple[Group, ...]
+    left: tuple[SampleGroup, ...]
     """Not looked at yet; they wait for a later step."""
-    replayed: tuple[Group, ...]
+    replayed: tuple[SampleGroup, ...]
     """Trained on again, of those handed in."""
     state: dict[str, Any]
     """For the next call."""
@@ -46,11 +46,11 @@ class Choice:
 
 def choose(
     config: TrainingConfig,
-    groups: Iterable[Group],
+    groups: Iterable[SampleGroup],
     *,
     version: int,
     want: int,
-    replayed: Sequence[Group] = (),
+    replayed: Sequence[SampleGroup] = (),
     state: Mapping[str, Any] | None = None,
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
@@ -65,7 +65,7 @@ def choose(
         replayed: groups that were taken before, the latest last, as they were handed in or as they were taken; the last
             ``size`` of ``replay`` are enough.
         state: what the last call returned; nothing at first.
-        random: for ``shuffle``, and for ``replay`` with ``select: random``.
+        random: for ``shuffle``.
         advantage: the policy's; says which rewards have to be there and have to differ.
 
     Raises:
@@ -74,7 +74,7 @@ def choose(
     compared = advantage or AdvantageConfig()
     settings = {step.name: step.settings for step in config.data}
     staleness = settings.get("staleness")
-    queue = ordered(groups, staleness.order if isinstance(staleness, StalenessConfig) else "edf")
+    queue = ordered(groups)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
     for step in config.data:
@@ -89,7 +89,7 @@ def choose(
                 taken = filters.varied(taken, compared, drops)
             case _:
                 taken = rewards.shaped(taken, step)
-    again: list[Group] = []
+    again: list[SampleGroup] = []
     times = dict((state or {}).get("times", {}))
     if isinstance(repeat := settings.get("replay"), ReplayConfig):
         candidates = filters.survivors(rewards.plain(replayable(replayed, repeat, times)), compared, {})
@@ -97,7 +97,7 @@ def choose(
             candidates = rewards.shaped(candidates, step)
         if isinstance(staleness, StalenessConfig):
             candidates = filters.fresh(candidates, staleness, version, {})
-        again = replay(candidates, len(taken), repeat, random or np.random.default_rng(0))
+        again = replay(candidates, len(taken), repeat)
         known = {group.id for group in replayed}
         times = {group: count for group, count in times.items() if group in known}
         times |= {group.id: times.get(group.id, 0) + 1 for group in again}

@@ -3,7 +3,6 @@
 ================  ==================================================================================================
 always            what failed, was cancelled, has no reward or sampled nothing leaves its group; the others stay a group
                   while they are two
-``keep_all``      nothing: AstraFlow, ``dataflow/buffer_filters.py``, ``KeepAllFilter``
 ``zero_variance``  groups with equal rewards: ``FilterZeroAdvFilter`` there; DAPO's dynamic sampling drops the same
 ``pass_rate``     groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
 ``staleness``     samples whose oldest token is more than ``max`` versions behind: AstraFlow, ``rollout_buffer.py``,
@@ -22,7 +21,7 @@ from megaflow_hpc.config.data_algorithms import PassRateFilter, Range, Staleness
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.rewards import columns, reward
-from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 
 ALONE = "fewer than two samples"
 ZERO_VARIANCE = "zero variance"
@@ -37,7 +36,7 @@ LEAST = 2
 Drops = dict[str, str]
 
 
-def survivors(groups: Iterable[Group], advantage: AdvantageConfig, drops: Drops) -> list[Group]:
+def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
     """Keeps the samples that were verified and have at least one sampled token.
 
     Raises:
@@ -68,22 +67,22 @@ def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
             )
 
 
-def varied(groups: Iterable[Group], advantage: AdvantageConfig, drops: Drops) -> list[Group]:
+def varied(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
     """Keeps the groups in which something of what is compared differs."""
     return _whole(groups, lambda group: "" if varies(group, advantage) else ZERO_VARIANCE, drops)
 
 
-def varies(group: Group, advantage: AdvantageConfig) -> bool:
+def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
     """Whether a group's samples differ in a value that has a weight."""
     values, weights = columns(group.samples, advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())
 
 
-def within_pass_rates(groups: Iterable[Group], config: PassRateFilter, drops: Drops) -> list[Group]:
+def within_pass_rates(groups: Iterable[SampleGroup], config: PassRateFilter, drops: Drops) -> list[SampleGroup]:
     """Keeps the groups of which the share that passed lies in the range."""
 
-    def lack(group: Group) -> str:
+    def lack(group: SampleGroup) -> str:
         passed = sum(reward(sample) >= config.threshold for sample in group.samples)
         return "" if inside(passed / len(group.samples), config.range) else PASS_RATE
 
@@ -96,7 +95,7 @@ def inside(rate: float, bounds: Range) -> bool:
     return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
 
 
-def fresh(groups: Iterable[Group], config: StalenessConfig, version: int, drops: Drops) -> list[Group]:
+def fresh(groups: Iterable[SampleGroup], config: StalenessConfig, version: int, drops: Drops) -> list[SampleGroup]:
     """Keeps the samples that are young enough for a policy at ``version``."""
 
     def lack(sample: Sample) -> str:
@@ -105,7 +104,7 @@ def fresh(groups: Iterable[Group], config: StalenessConfig, version: int, drops:
     return _samples(groups, lack, drops)
 
 
-def _whole(groups: Iterable[Group], lack: Callable[[Group], str], drops: Drops) -> list[Group]:
+def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:
     kept = []
     for group in groups:
         if cause := lack(group):
@@ -115,7 +114,7 @@ def _whole(groups: Iterable[Group], lack: Callable[[Group], str], drops: Drops) 
     return kept
 
 
-def _samples(groups: Iterable[Group], lack: Callable[[Sample], str], drops: Drops) -> list[Group]:
+def _samples(groups: Iterable[SampleGroup], lack: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
     kept = []
     for group in groups:
         causes = {sample.id: cause for sample in group.samples if (cause := lack(sample))}

@@ -25,15 +25,15 @@ from megaflow_hpc.config.data_algorithms import DataStep, MaskUnfinished, Overlo
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.sections import Section
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.algorithms.samples import Group, Sample
+from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 
 
-def plain(groups: Iterable[Group]) -> list[Group]:
+def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     """Returns groups as they were before any step of ``data``."""
     return [_each(group, _plain) for group in groups]
 
 
-def shaped(groups: Iterable[Group], step: DataStep) -> list[Group]:
+def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
     """Returns groups with what a step of ``data`` adds to rewards, or takes of weights."""
     settings = step.settings
     if not isinstance(settings, PenaltyConfig | OverlongConfig | MaskUnfinished):
@@ -41,7 +41,7 @@ def shaped(groups: Iterable[Group], step: DataStep) -> list[Group]:
     return [_each(group, lambda sample: _shaped(sample, settings)) for group in groups]
 
 
-def shuffled(groups: Sequence[Group], random: np.random.Generator) -> list[Group]:
+def shuffled(groups: Sequence[SampleGroup], random: np.random.Generator) -> list[SampleGroup]:
     """Returns groups whose samples have changed rewards with one another; how many of each there are stays."""
     samples = [sample for group in groups for sample in group.samples]
     givers = iter([samples[place] for place in random.permutation(len(samples))])
@@ -70,8 +70,8 @@ def _shaped(sample: Sample, settings: Section) -> Sample:
     return sample
 
 
-def _each(group: Group, change: Callable[[Sample], Sample]) -> Group:
-    return Group(group.id, group.task, tuple(map(change, group.samples)))
+def _each(group: SampleGroup, change: Callable[[Sample], Sample]) -> SampleGroup:
+    return SampleGroup(group.id, group.task, tuple(map(change, group.samples)))
 
 
 def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

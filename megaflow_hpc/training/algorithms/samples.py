@@ -46,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SampleGroup:
     """The samples of one task that are compared with one another, in one round."""
 
     id: str
@@ -54,7 +54,7 @@ class Group:
     samples: tuple[Sample, ...]
     """All of them, each settled: verified, failed or cancelled; once chosen, those that are left."""
 
-    def only(self, samples: tuple[Sample, ...]) -> Group:
+    def only(self, samples: tuple[Sample, ...]) -> SampleGroup:
         """Returns the group with some of its samples."""
         return self if len(samples) == len(self.samples) else replace(self, samples=samples)
 

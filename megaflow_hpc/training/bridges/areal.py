@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.training.bridges.rows import Row, rows
+from megaflow_hpc.training.bridges.rows import TrainerRow, rows
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.trajectories.exports.areal import tensors
@@ -58,7 +58,7 @@ def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = Tru
     return [_aligned(lines) if aligned else _plain(lines) for lines in groups]
 
 
-def _plain(lines: list[Row]) -> dict[str, NDArray[Any]]:
+def _plain(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:
     return tensors(
         [
             {
@@ -74,7 +74,7 @@ def _plain(lines: list[Row]) -> dict[str, NDArray[Any]]:
     )
 
 
-def _aligned(lines: list[Row]) -> dict[str, NDArray[Any]]:
+def _aligned(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:
     data = _plain(lines)
     advantages = padded_lines([row.advantages * row.weights for row in lines], np.float32, 0.0)
     data["loss_mask"] = _earlier(data["loss_mask"].astype(np.float32))

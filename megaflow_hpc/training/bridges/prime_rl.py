@@ -5,7 +5,7 @@
 stands where prime-rl's orchestrator does. Its trainer runs beside it, unchanged, with ``output_dir`` DIR and both
 ``rollout_transport.type`` and ``weight_broadcast.type`` ``filesystem``::
 
-    DIR/rollouts/step_3/rank_0.bin      step 3 for data-parallel rank 0: msgpack of a list of :class:`MicroBatch`
+    DIR/rollouts/step_3/rank_0.bin      step 3 for data-parallel rank 0: msgpack of a list of :class:`PrimeMicroBatch`
     DIR/broadcasts/step_3/              the weights after it, whole once the file STABLE is there
 
 A step of the dataflow is a step of theirs, which is one optimizer step. Their loss takes the plan's advantages and
@@ -45,7 +45,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training import microbatch
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 
 POLL_S = 0.5
 """Seconds between two looks for a broadcast."""
@@ -60,8 +60,8 @@ NOTE = "prime_rl.json"
 """File in ``RUN/training/<policy>/checkpoints/<step>``: whose step it was."""
 
 
-class MicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """prime-rl's ``MicroBatch``, whose fields are told apart by their order alone. T tokens, S sequences end to end."""
+class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """prime-rl's ``MicroBatch``: its fields are identified by their order. T tokens, S concatenated sequences."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -105,14 +105,14 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Ra
     return [found[rank::ranks] for rank in range(ranks)]
 
 
-def _encoded(batch: MicroBatch) -> msgspec.Raw:
+def _encoded(batch: PrimeMicroBatch) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(batch))
 
 
-def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) -> MicroBatch:
+def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) -> PrimeMicroBatch:
     total, lengths = len(batch.tokens), np.diff(batch.offsets).tolist()
     counted = batch.weights[batch.mask == 1]
-    return MicroBatch(
+    return PrimeMicroBatch(
         input_ids=batch.tokens.tolist(),
         loss_mask=batch.mask.astype(bool).tolist(),
         advantages=batch.advantages.tolist(),
@@ -126,10 +126,10 @@ def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) ->
     )
 
 
-def _nothing(name: str) -> MicroBatch:
+def _nothing(name: str) -> PrimeMicroBatch:
     """Two tokens that do not count: of one, ``squeeze`` in their loss would leave no dimension to split."""
     zeros = [0.0, 0.0]
-    return MicroBatch([PADDING] * 2, [False] * 2, zeros, zeros, [0, 1], [2], [1.0, 1.0], [name] * 2, [2])
+    return PrimeMicroBatch([PADDING] * 2, [False] * 2, zeros, zeros, [0, 1], [2], [1.0, 1.0], [name] * 2, [2])
 
 
 def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]]) -> None:
@@ -212,7 +212,7 @@ def _whole(folder: Path) -> bool:
         return False
 
 
-class Bridge:
+class PrimeBridge:
     """Brings the steps of a dataflow to prime-rl's trainer, and its weights back.
 
     Args:
@@ -288,7 +288,7 @@ class Bridge:
     def _publish(self, step: Step, stage: Path) -> None:
         config = self._flow.config
         if step.number % config.publish.every == 0 or step.number == config.steps:
-            version = step.publish(stage, move=True, keep=config.publish.keep)
+            version = step.publish(stage, move=True, keep=KEPT_VERSIONS)
             self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flow = Dataflow(given.run, given.policy, say=say)
         try:
             tokens = given.tokens or flow.settings.microbatch
-            done = Bridge(flow, given.output.absolute(), given.ranks, tokens, say).run()
+            done = PrimeBridge(flow, given.output.absolute(), given.ranks, tokens, say).run()
         finally:
             flow.leave()
     except MegaflowError as error:

@@ -17,7 +17,7 @@ EVERYTHING = 2**62
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainerRow:
     """One sequence of L tokens, at least one of which counts. Columns are as those of a micro-batch."""
 
     rollout: PlannedRollout
@@ -44,7 +44,7 @@ class Row:
         return self.rollout.reward or 0.0
 
 
-def rows(step: Step, minibatch: Minibatch | None = None) -> list[Row]:
+def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
     """Returns the sequences of a minibatch that count, by default of the whole step, in the order of its rollouts.
 
     Raises:
@@ -62,7 +62,7 @@ def rows(step: Step, minibatch: Minibatch | None = None) -> list[Row]:
     found = []
     for s in np.argsort(packed.sample, kind="stable").tolist():
         part = slice(int(packed.offsets[s]), int(packed.offsets[s + 1]))
-        row = Row(
+        row = TrainerRow(
             rollout=step.plan.rollouts[int(packed.sample[s])],
             tokens=packed.tokens[part],
             mask=packed.mask[part],

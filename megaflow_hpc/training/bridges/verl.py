@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.training.bridges.rows import Row, rows
+from megaflow_hpc.training.bridges.rows import TrainerRow, rows
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.trajectories.exports.verl import proto
@@ -84,7 +84,7 @@ def batch(
     return padded, others
 
 
-def _line(row: Row) -> dict[str, Any]:
+def _line(row: TrainerRow) -> dict[str, Any]:
     """A row of :mod:`megaflow_hpc.trajectories.exports.verl`."""
     first = row.first
     return {
@@ -98,6 +98,6 @@ def _line(row: Row) -> dict[str, Any]:
     }
 
 
-def _responses(found: list[Row], columns: list[NDArray[Any]]) -> NDArray[Any]:
+def _responses(found: list[TrainerRow], columns: list[NDArray[Any]]) -> NDArray[Any]:
     lines = [column[row.first :] for row, column in zip(found, columns, strict=True)]
     return padded_lines(lines, np.float32, 0.0)

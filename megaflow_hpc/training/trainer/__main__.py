@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     # After the arguments: torch takes seconds, and --help should not.
     from megaflow_hpc.training.dataflow import Dataflow
-    from megaflow_hpc.training.trainer.loop import Stopped, Trainer
+    from megaflow_hpc.training.trainer.loop import TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.metrics import Board
     from megaflow_hpc.training.trainer.model import join
 
@@ -68,7 +68,7 @@ def _train(arguments: argparse.Namespace) -> int:
         ranks=ranks.count,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    trainer = Trainer(flow, ranks)
+    trainer = TrainingLoop(flow, ranks)
     signal.signal(signal.SIGTERM, trainer.stop)
     board = Board(flow.files.path / "tensorboard") if ranks.first else None
     try:
@@ -76,7 +76,7 @@ def _train(arguments: argparse.Namespace) -> int:
             if board is not None:
                 board.add(metrics)
                 print(json.dumps(metrics) if arguments.json else _line(metrics, flow.config.steps), flush=True)
-    except Stopped:
+    except TrainingStopped:
         pass
     finally:
         flow.leave()

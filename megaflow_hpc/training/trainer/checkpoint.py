@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # type: ignore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import file_mode, fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import read_regular, remove_tree
-from megaflow_hpc.training.trainer.model import Policy, Ranks
+from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT = "about.json"
@@ -38,7 +38,7 @@ FILE = 2**32
 """Bytes of tensors, all ranks' shares together, after which each rank begins a file; one is held twice in memory."""
 
 
-def save(folder: Path, step: int, optimizer: Optimizer, ranks: Ranks) -> Path:
+def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Path:
     """Writes the checkpoint of a step to ``folder/<step>``, durably; to be called by all ranks.
 
     One that is there already is left: it is of the same step's plan.
@@ -75,7 +75,7 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: Ranks) -> Path:
     return place
 
 
-def restore(place: Path, optimizer: Optimizer, ranks: Ranks) -> int:
+def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
     """Reads a checkpoint into the policy, the optimizer and the random generators; returns its step.
 
     Args:
@@ -134,7 +134,7 @@ def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
     return old
 
 
-def export(folder: Path, policy: Policy, ranks: Ranks) -> Path:
+def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
     """Writes what the engine reads to the new directory ``folder``; to be called by all ranks.
 
     It has safetensors in the dtype of the base, by the names and in the order of transformers, and the base's own
@@ -181,18 +181,18 @@ def _first(error: BaseException) -> BaseException:
     return next((failure[0] for failure in failures.values()), error)
 
 
-def _kind(ranks: Ranks) -> list[Any]:
+def _kind(ranks: ProcessGroup) -> list[Any]:
     return [ranks.count, ranks.device.type]
 
 
-def _random(ranks: Ranks) -> dict[str, Any]:
+def _random(ranks: ProcessGroup) -> dict[str, Any]:
     states = {"cpu": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         states["device"] = torch.cuda.get_rng_state(ranks.device)
     return states
 
 
-def _files(tensors: dict[str, Any], ranks: Ranks) -> dict[str, int]:
+def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
     """Numbers of the files, from 1, that tensors go to; the same on every rank."""
     filled, found = 0, {}
     for name, tensor in tensors.items():

@@ -31,10 +31,10 @@ from megaflow_hpc.rundir.weight_source import why_not_served
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer import checkpoint, losses
-from megaflow_hpc.training.trainer.metrics import Clock, Tally
-from megaflow_hpc.training.trainer.model import Ranks, load
+from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
+from megaflow_hpc.training.trainer.model import ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 PASSED = 1.0
@@ -47,11 +47,11 @@ Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 """Rollout of the step and digest of a sequence's tokens → their log-probabilities."""
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """The trainer was asked to stop while it waited for rollouts."""
 
 
-class Trainer:
+class TrainingLoop:
     """Trains one policy of a run on this rank.
 
     Args:
@@ -65,7 +65,7 @@ class Trainer:
         ConfigError: the model cannot be loaded, or is another than the one that is served.
     """
 
-    def __init__(self, flow: Dataflow, ranks: Ranks) -> None:
+    def __init__(self, flow: Dataflow, ranks: ProcessGroup) -> None:
         self.flow, self.ranks = flow, ranks
         settings = flow.settings
         record = flow.record.policies.get(flow.policy)
@@ -82,10 +82,10 @@ class Trainer:
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
         self.policy.temperature = flow.temperature
-        given = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay", "clip_norm"})
+        given = settings.optimizer.model_dump(include={"lr", "betas", "weight_decay", "clip_norm"})
         self.optimizer = Optimizer(self.policy, **given)
         loss, weights = settings.loss, settings.importance
-        self.loss = losses.Loss(loss.kind, loss.band, loss.second_moment, loss.entropy, weights.level, weights.truncate)
+        self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, weights.level, weights.truncate)
         self.stopping = self._waiting = False
         self._compared = False
         self._moved = True  # since the last version that was published; by an earlier start, perhaps
@@ -94,7 +94,7 @@ class Trainer:
         """Asks to stop; a handler of signals."""
         self.stopping = True
         if self._waiting:
-            raise Stopped
+            raise TrainingStopped
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Trains, and yields each step's metrics once it is committed; ends with the training or when asked to stop.
@@ -112,9 +112,9 @@ class Trainer:
         if self.ranks.first:
             for left in files.path.glob(".export-*"):
                 remove_tree(left, ignore_errors=True)
-        self._give(Clock(self.ranks.device))
+        self._give(StageClock(self.ranks.device))
         for step in self._planned():
-            clock = Clock(self.ranks.device)
+            clock = StageClock(self.ranks.device)
             began = time.perf_counter()
             self._take(step.number, clock)
             metrics = self._train(step, clock)
@@ -149,7 +149,7 @@ class Trainer:
                 return
             yield step
 
-    def _take(self, step: int, clock: Clock) -> None:
+    def _take(self, step: int, clock: StageClock) -> None:
         if self._turns.shared:
             self._waiting = True
             with clock("sleep"):
@@ -158,7 +158,7 @@ class Trainer:
             with clock("move"):
                 self.optimizer.to(self.ranks.device)
 
-    def _give(self, clock: Clock) -> None:
+    def _give(self, clock: StageClock) -> None:
         if self._turns.shared:
             with clock("move"):
                 self.optimizer.to("cpu")
@@ -168,19 +168,19 @@ class Trainer:
     def _publish(self, step: Step) -> None:
         folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
         checkpoint.export(folder, self.policy, self.ranks)
-        step.publish(folder, move=True, keep=self.flow.config.publish.keep)
+        step.publish(folder, move=True, keep=KEPT_VERSIONS)
         self._moved = False
         self.ranks.barrier()
 
     # --- one step ---
 
-    def _train(self, step: Step, clock: Clock) -> dict[str, float]:
+    def _train(self, step: Step, clock: StageClock) -> dict[str, float]:
         minibatches = [minibatch for minibatch in step.minibatches() if minibatch.tokens]
         rate = self.flow.settings.optimizer.rate(step.number, self.flow.config.steps)
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._judge(step, clock) if several else None
         found: list[dict[str, float]] = []
-        whole, fresh = Tally(), Tally()
+        whole, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
         for minibatch in minibatches:
             tally, norm = self._update(minibatch, proximal, rate, clock)
@@ -205,7 +205,7 @@ class Trainer:
         }
 
     @torch.no_grad()
-    def _judge(self, step: Step, clock: Clock) -> Proximal:
+    def _judge(self, step: Step, clock: StageClock) -> Proximal:
         """Returns the proximal log-probabilities of the step's sequences, of all ranks."""
         mine: Proximal = {}
         with clock("proximal"):
@@ -215,8 +215,8 @@ class Trainer:
             return {key: value for part in self.ranks.gather(mine) for key, value in part.items()}
 
     def _update(
-        self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: Clock
-    ) -> tuple[Tally, float]:
+        self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: StageClock
+    ) -> tuple[WeightedMean, float]:
         """Makes one optimizer step; returns what its tokens come to, on all ranks, and the norm of the gradient."""
         packed = minibatch.microbatches(self.flow.settings.microbatch)
         limit = math.inf
@@ -224,8 +224,8 @@ class Trainer:
             held = list(packed)
             here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
             together = [tokens for part in self.ranks.gather(here) for tokens in part]
-            limit, packed = losses.second_moment_limit(together, self.loss.second_moment), iter(held)
-        tally = Tally()
+            limit, packed = losses.second_moment_limit(together, losses.SECOND_MOMENT), iter(held)
+        tally = WeightedMean()
         while True:
             with clock("data"):
                 batch = next(packed, None)

@@ -14,10 +14,10 @@ import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.training.microbatch import MicroBatch
 from megaflow_hpc.training.trainer import losses
-from megaflow_hpc.training.trainer.model import Ranks
+from megaflow_hpc.training.trainer.model import ProcessGroup
 
 
-class Clock:
+class StageClock:
     """Seconds of a step by what they were spent on."""
 
     def __init__(self, device: Any) -> None:
@@ -33,7 +33,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-class Tally:
+class WeightedMean:
     """Sums over micro-batches, then over ranks and minibatches.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tally:
 
     def add(self, batch: MicroBatch, tokens: losses.Tokens, sums: losses.Statistics) -> None:
         """Adds a micro-batch, with the statistics of its loss."""
-        found = Tally()
+        found = WeightedMean()
         found._sums, found.rows = sums, len(batch.tokens)
         if found.rows:
             chosen = batch.mask == 1
@@ -59,7 +59,7 @@ class Tally:
                 found._versions[version] = float(of_it.sum()), len(of_it)
         self.join(found)
 
-    def join(self, other: Tally) -> None:
+    def join(self, other: WeightedMean) -> None:
         """Adds what another one has summed up."""
         self._sums = losses.add(self._sums, other._sums) if self._sums else other._sums
         self.rows += other.rows
@@ -67,10 +67,10 @@ class Tally:
             before = self._versions.get(version, (0.0, 0))
             self._versions[version] = before[0] + apart, before[1] + count
 
-    def of_all(self, ranks: Ranks) -> Tally:
+    def of_all(self, ranks: ProcessGroup) -> WeightedMean:
         """Returns that of all ranks, on every rank; collective."""
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
-        found = Tally()
+        found = WeightedMean()
         for part in ranks.gather(self):
             found.join(part)
         return found

@@ -40,7 +40,7 @@ around 16 by 0.06."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroup:
     """This process among those that train one policy."""
 
     rank: int = 0
@@ -79,7 +79,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join() -> Ranks:
+def join() -> ProcessGroup:
     """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``); alone, no port is opened.
 
     They meet at ``MEGAFLOW_TRAINER_STORE``, a URL as ``init_process_group`` takes it, where that is set: torch's own
@@ -93,10 +93,10 @@ def join() -> Ranks:
     if count > 1:
         backend, store = "nccl" if device.type == "cuda" else "gloo", os.environ.get("MEGAFLOW_TRAINER_STORE")
         dist.init_process_group(backend, store, rank=here, world_size=count)
-    return Ranks(here, count, device)
+    return ProcessGroup(here, count, device)
 
 
-class Policy(torch.nn.Module):
+class PolicyModel(torch.nn.Module):
     """A causal language model over packed rows; make one with :func:`load`.
 
     Attributes:
@@ -160,7 +160,7 @@ class Policy(torch.nn.Module):
         """Yields name and parameter of what is trained, in a fixed order."""
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
-    def share(self, ranks: Ranks) -> Policy:
+    def share(self, ranks: ProcessGroup) -> PolicyModel:
         """Moves the parameters to the device, and shares them among the ranks where there are several."""
         if ranks.count == 1:
             return self.to(ranks.device)
@@ -195,7 +195,7 @@ def load(
     *,
     lora: Mapping[str, Any] | None = None,
     recompute: bool = False,
-) -> Policy:
+) -> PolicyModel:
     """Loads a causal language model from a Hugging Face directory, never from the network.
 
     Args:
@@ -236,7 +236,7 @@ def load(
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # what was sampled without is judged without
-    policy = Policy(causal, source)
+    policy = PolicyModel(causal, source)
     about = json.loads((source / "config.json").read_text())
     stored = about.get("dtype") or about.get("torch_dtype")
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
@@ -294,7 +294,7 @@ def _row(words: int) -> tuple[Any, list[int]]:
 
 
 @torch.no_grad()
-def _alone(policy: Policy) -> Any:
+def _alone(policy: PolicyModel) -> Any:
     """Log-probabilities of :func:`_row`, each sequence by itself through the model's own forward and head."""
     tokens, offsets = _row(policy.words)
     policy.eval()
@@ -306,7 +306,7 @@ def _alone(policy: Policy) -> Any:
 
 
 @torch.no_grad()
-def _check_packing(policy: Policy, alone: Any) -> None:
+def _check_packing(policy: PolicyModel, alone: Any) -> None:
     tokens, offsets = _row(policy.words)
     positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)])
     where = (positions > 0).nonzero()[:, 0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.trainer.model import Policy
+from megaflow_hpc.training.trainer.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -26,14 +26,14 @@ class Optimizer:
     """AdamW of a policy's trained parameters.
 
     Args:
-        policy: after :meth:`~megaflow_hpc.training.trainer.model.Policy.share`.
+        policy: after :meth:`~megaflow_hpc.training.trainer.model.PolicyModel.share`.
         lr, betas, eps, weight_decay: AdamW's.
         clip_norm: largest norm of the whole gradient, over all ranks; ``None`` clips nothing.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyModel,
         lr: float,
         *,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -33,7 +33,7 @@ COMPRESSIONS = ("none", "gz", "zst")
 
 
 @dataclass
-class Job:
+class ExportJob:
     """One export: the chosen rows of a store, and the directory they go to."""
 
     store: TrajectoryStore
@@ -114,7 +114,7 @@ def export(
                     if progress is not None:
                         progress(name, done, total)
 
-                made = module.write(Job(store, numbers, place, compress, tell, warn))
+                made = module.write(ExportJob(store, numbers, place, compress, tell, warn))
                 written[name] = [directory / path.relative_to(place) for path in made]
     except OSError as error:
         if error.errno != errno.ELOOP:

@@ -21,7 +21,7 @@ from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.exports import ExportJob
 
 HELP = "Parquet, one row per token sequence, with the keys of AReaL's rollout workflows"
 
@@ -29,7 +29,7 @@ KEYS = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "v
 _FILL = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
 
 
-def write(job: Job) -> list[Path]:
+def write(job: ExportJob) -> list[Path]:
     """Writes ``areal.parquet``."""
     pa = pyarrow()
     path = job.directory / "areal.parquet"

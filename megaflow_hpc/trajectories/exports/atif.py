@@ -30,7 +30,7 @@ from megaflow_hpc.types import round_of
 from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.exports import ExportJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
@@ -39,7 +39,7 @@ SCHEMA = "ATIF-v1.7"
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 
 
-def write(job: Job) -> list[Path]:
+def write(job: ExportJob) -> list[Path]:
     """Writes the directory ``atif``, one document per trajectory."""
     directory = job.directory / "atif"
     with published_directory(directory) as temporary:

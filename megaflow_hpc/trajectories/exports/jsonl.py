@@ -27,7 +27,7 @@ from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.exports import ExportJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
@@ -36,7 +36,7 @@ _SUFFIX = {"none": ".jsonl", "gz": ".jsonl.gz", "zst": ".jsonl.zst"}
 _RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "artifacts")
 
 
-def write(job: Job) -> list[Path]:
+def write(job: ExportJob) -> list[Path]:
     """Writes ``trajectories.jsonl``, with the suffix of its compression."""
     path = job.directory / f"trajectories{_SUFFIX[job.compress]}"
     with published(path) as temporary, writing(temporary, job.compress) as file:

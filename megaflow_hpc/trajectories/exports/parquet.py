@@ -21,7 +21,7 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.reading.sources import Flat
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.exports import ExportJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "Parquet, one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets"
@@ -44,7 +44,7 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def write(job: Job) -> list[Path]:
+def write(job: ExportJob) -> list[Path]:
     """Writes ``trajectories.parquet``."""
     pa = pyarrow()
     path = job.directory / "trajectories.parquet"

@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.exports import ExportJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "SWE-bench's preds.json, from the patch that each rollout left"
@@ -30,7 +30,7 @@ HELP = "SWE-bench's preds.json, from the patch that each rollout left"
 NAMES = ("model.patch", "patch.diff", "patch")
 
 
-def write(job: Job) -> list[Path]:
+def write(job: ExportJob) -> list[Path]:
     """Writes ``preds.json``, or one file per policy and sample."""
     runs: dict[tuple[str, int, int], list[int]] = {}
     columns = (

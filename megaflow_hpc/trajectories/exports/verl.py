@@ -26,13 +26,13 @@ from megaflow_hpc.trajectories.reading.batch import padded_lines
 from megaflow_hpc.trajectories.reading.sources import Flat, offsets_of
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.exports import Job
+    from megaflow_hpc.trajectories.exports import ExportJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HELP = "Parquet, one row per token sequence, with the columns of verl's rollouts and prompt datasets"
 
 
-def write(job: Job) -> list[Path]:
+def write(job: ExportJob) -> list[Path]:
     """Writes ``verl.parquet``."""
     pa = pyarrow()
     path = job.directory / "verl.parquet"
@@ -45,7 +45,7 @@ def write(job: Job) -> list[Path]:
     return [path]
 
 
-def _rows(job: Job, flat: Flat) -> Iterator[dict[str, Any]]:
+def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
     sampled = offsets_of(flat.loss_mask)
     place, before = 0, -1
     for s, number in enumerate(flat.row.tolist()):

@@ -67,8 +67,7 @@ def offset_faults(file: h5py.File) -> Iterator[str]:
             continue
         values = read(file[path])
         end = len(file[TARGETS[path]]) - (path == "trajectories/message_offset")
-        led = "journal" in file.attrs and column.group in ("sequences", "messages", "artifacts")  # a shard, whose
-        if not len(values) or (values[0] != 0 and not led) or values[-1] != end:  # columns may begin behind another's
+        if not len(values) or values[0] != 0 or values[-1] != end:
             yield f"/{path}: runs from {values[:1]} to {values[-1:]}, expected 0 to {end}"
         elif len(bad := np.flatnonzero(np.diff(values) < 0)):
             yield f"/{path}: decreases at row {bad[0] + 1}"

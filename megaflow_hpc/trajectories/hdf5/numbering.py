@@ -10,13 +10,10 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.columns import read
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING, chunk
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL, STRING
 
 ROWS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 """Extents of the items that rows have, and the offset columns of the trajectories that say which."""
-
-_FLAT = {"k": "sequences/token_offset", "qb": "messages/offset", "fb": "artifacts/offset"}
-"""Extents of the large columns, and the columns of offsets into them."""
 
 NUMBERED = {
     "trajectories/sequence_offset": "m",
@@ -48,15 +45,6 @@ def missing(path: str, count: int, message_offset: Any) -> Any:
         return np.arange(count) - np.repeat(message_offset[:-1] - message_offset[0], np.diff(message_offset)) - 1
     dtype = COLUMNS[path].dtype
     return np.full(count, OPTIONAL[path], "S1" if dtype == STRING else dtype)
-
-
-def lead_behind(source: h5py.File) -> dict[str, int]:
-    """Returns the ``lead`` of a file whose rows follow those of ``source``, from how far its last chunks are filled."""
-    found = {}
-    for extent, path in _FLAT.items():
-        grid = max(chunk(column) for column in COLUMNS.values() if column.extent == extent)  # powers of two
-        found[extent] = int(read(source[path], len(source[path]) - 1)[0]) % grid
-    return found
 
 
 def spans_of(source: h5py.File, start: int, end: int) -> dict[str, tuple[int, int]]:

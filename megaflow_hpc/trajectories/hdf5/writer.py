@@ -23,7 +23,6 @@ from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
 from megaflow_hpc.trajectories.hdf5.chunks import ChunkCache, ChunkedColumn, gather
 from megaflow_hpc.trajectories.hdf5.columns import read
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
-from megaflow_hpc.trajectories.hdf5.interleave import Rows
 from megaflow_hpc.trajectories.hdf5.numbering import NUMBERED, ROWS, missing, rebased, spans_of
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, STRING, TEXT
 from megaflow_hpc.trajectories.hdf5.structure import MEMBERS
@@ -42,9 +41,6 @@ _COPIED = (
 _TURN = tuple(c.name for c in COLUMNS.values() if c.group == "turns" and c.path not in NUMBERED)
 _ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
 
-
-_NOT_SAMPLED = {"tokens/logprob": math.nan, "tokens/weight_version": -1}
-
 _PICKED = {"attempts": "a", "artifacts": "f"}
 """Groups of which :meth:`TrajectoryWriter.extend` may keep a part, and their extents."""
 
@@ -59,8 +55,6 @@ class TrajectoryWriter:
         campaign: name of the campaign.
         sources: journals and seals it is gathered from, by which later readers see whether it is still complete.
         attributes: further root attributes.
-        lead: number of filler entries before the first row's in the columns of an extent (``k``, ``qb`` or ``fb``), so
-            that a shard's chunks lie as they will in the file that it is gathered into.
     """
 
     def __init__(
@@ -69,7 +63,6 @@ class TrajectoryWriter:
         campaign: str,
         sources: Mapping[str, Any] | None = None,
         attributes: Mapping[str, str] | None = None,
-        lead: Mapping[str, int] | None = None,
     ) -> None:
         self._backing = BackingFile(path)
         self._file = h5py.File(self._backing, "w", libver=("v110", "v110"))
@@ -84,16 +77,13 @@ class TrajectoryWriter:
         self._held: dict[str, list[Any]] = {path: [] for path in COLUMNS}
         self._rewards: dict[str, dict[int, float]] = {}
         self._reward_columns: dict[str, column_writer.Column] = {}
-        self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0) | dict(lead or {})
+        self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
         self._flushed_rows = 0
         self.copied = 0
         """Number of entries copied from other files in compressed form."""
         for column in COLUMNS.values():
             if column.is_offset:
-                self._held[column.path].append(self._counts[NUMBERED[column.path]])
-            elif lead and column.extent in lead:
-                nothing = _NOT_SAMPLED.get(column.path, 0)
-                self._columns[column.path].put(np.full(lead[column.extent], nothing, column.dtype))
+                self._held[column.path].append(0)
         self._file.create_group("rewards")
 
     def __enter__(self) -> TrajectoryWriter:
@@ -197,27 +187,6 @@ class TrajectoryWriter:
             self._pick_attempts(source, spans["a"], keep["a"])
         if "f" in keep:
             self._pick_artifacts(source, spans["f"], keep["f"], shift["n"])
-        self._backing.check()
-
-    def add(self, rows: Rows) -> None:
-        """Adds rows that were put in order (:mod:`~megaflow_hpc.trajectories.hdf5.interleave`).
-
-        Raises:
-            OSError: not everything could be written.
-        """
-        self._flush()
-        known = rows.columns["turns/sequence"][0] >= 0
-        for path, column in self._columns.items():
-            for values in rows.columns[path]:
-                if path in NUMBERED:
-                    moved = values + self._counts[NUMBERED[path]]
-                    values = np.where(known, moved, values) if path.startswith("turns/") else moved
-                column.put(values)
-        for name, values in rows.rewards.items():
-            self._reward_column(name).put(values)
-        for extent, count in rows.counts.items():
-            self._counts[extent] += count
-        self._fill_rewards()
         self._backing.check()
 
     def _pick_attempts(self, source: h5py.File, span: tuple[int, int], keep: Mask) -> None:

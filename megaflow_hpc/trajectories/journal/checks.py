@@ -1,71 +1,106 @@
-"""What makes a trajectory one, asked of records before anything is made of them.
+"""Checks of trajectories before they are stored: types and ranges of all fields, and that they agree.
 
-A record was written by a pod of ours, or by whoever shares a run directory or a file of JSON lines. msgpack and JSON
-hold anything; the columns of a campaign file hold integers of 32 bits, texts of one width for all rows, and token
+A record was written by one of our pods, or by another user of a run directory or of a file of JSON lines. msgpack and
+JSON hold anything. The columns of a campaign file hold integers of 32 bits, texts of one width for all rows, and token
 columns that agree. What passes here can be stored, and what was stored of it is valid.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STATUSES, STRING, TEXT, UNKNOWN_AS_NAN
-from megaflow_hpc.trajectories.journal.headings import Heading, head_of, trajectory_data
-from megaflow_hpc.trajectory import TokenSequence, Trajectory, linked
-from megaflow_hpc.types import VERIFIED
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.journal.frames import Heading, head_of, trajectory_data
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked
+from megaflow_hpc.types import VERIFIED, Status
 
-LONGEST_NAME = 1024
-"""Bytes of an id, a policy, a node …: a column of texts is as wide as its longest, in every row."""
-MOST_REWARDS = 1000
+MAX_NAME_LENGTH = 1024
+"""Characters of an id, a policy, a node …: a column of texts is as wide as its longest, in every row."""
+MAX_REWARDS = 1000
 """Named rewards of one trajectory: each is a column for all of them."""
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-_RANGES = {"int32": 2**31, "int64": 2**63, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
-_DTYPES = {
-    group: {
-        column.name: column.dtype
-        for column in COLUMNS.values()
-        if column.group == group and not column.is_offset and column.path != "trajectories/turns"
-    }
-    for group in ("trajectories", "turns", "attempts")
+Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Rewards = Annotated[dict[Name, float], Meta(max_length=MAX_REWARDS)]
+Parents = list[Annotated[int, Meta(ge=-1)]]
+_KINDS: Mapping[str, Any] = {
+    "int32": Int32,
+    "int64": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
+    "float32": float,
+    "float64": float,
+    STRING: Name,
+    TEXT: str,
 }
-_SCALARS = tuple(field.name for field in fields(Trajectory) if field.name in _DTYPES["trajectories"])
+"""Kind of a column → type of its values."""
+
+
+def _row_type(group: str, record: type) -> type[msgspec.Struct]:
+    """Returns a struct of the columns that are fields of ``record``."""
+    columns: list[tuple[str, Any]] = []
+    for field in fields(record):
+        column = COLUMNS.get(f"{group}/{field.name}")
+        if column is None or field.name == "turns":  # the column counts them, the field has them
+            continue
+        kind = _KINDS[column.dtype]
+        may_be_unknown = group == "trajectories" and field.name in UNKNOWN_AS_NAN
+        columns.append((field.name, kind | None if may_be_unknown else kind))
+    return msgspec.defstruct(group, columns)
+
+
+_Trajectory = _row_type("trajectories", Trajectory)
+_Turn = _row_type("turns", Turn)
+_Attempt = _row_type("attempts", Attempt)
+
+
+class _Deciding(msgspec.Struct):
+    """The fields of a heading."""
+
+    id: Name
+    status: Status
+    epoch: Int32
+    attempt: Int32
+    block: int
 
 
 def heading_of(record: Mapping[str, Any], data: Mapping[str, Any]) -> Heading:
     """Returns the heading of a trajectory's record.
 
     Args:
-        record: the record.
-        data: its trajectory, of which only the deciding fields need be there.
+        record: The record.
+        data: Its trajectory, of which only the deciding fields are needed.
 
     Raises:
-        KeyError, ValueError: a field is missing, or not what it should be.
+        KeyError, ValueError: A field is missing or invalid.
     """
-    block = record.get("block", -1)
-    epoch, attempt = record.get("epoch", data.get("epoch", 0)), data.get("attempt", 0)
-    for name, value in (("id", data["id"]), ("epoch", epoch), ("attempt", attempt)):
-        _value("trajectories", name, value)
-    if not isinstance(block, int):
-        raise ValueError(f"block {_shown(block)}, expected a number")
-    if escape(data["id"]) != data["id"]:  # two of them could be written as one
-        raise ValueError(f"id {_shown(data['id'])}, expected a text in UTF-8 without zero bytes")
-    _status(data["status"])
-    return Heading(data["id"], data["status"], epoch, attempt, block)
+    deciding = {
+        "id": data["id"],
+        "status": data["status"],
+        "epoch": record.get("epoch", data.get("epoch", 0)),
+        "attempt": data.get("attempt", 0),
+        "block": record.get("block", -1),
+    }
+    heading = Heading(*msgspec.structs.astuple(msgspec.convert(deciding, _Deciding)))
+    if escape(heading.id) != heading.id:  # two such ids could be written as one
+        raise ValueError(f"id {heading.id[:80]!r}, expected a text in UTF-8 without zero bytes")
+    return heading
 
 
 def heading_in(payload: bytes) -> Heading | None:
-    """Returns the heading of a record; ``None`` for one of another kind.
+    """Returns the heading of a record; ``None`` for a record of another kind.
 
     Args:
-        payload: the record, or so much of its beginning as holds the fields.
+        payload: The record, or a beginning of it that holds the fields.
 
     Raises:
-        KeyError, TypeError, ValueError: it is of a trajectory, and is none.
+        KeyError, TypeError, ValueError: It claims to be a trajectory's record and is not.
     """
     record = head_of(payload)
     if record.get("kind") != "trajectory":
@@ -77,142 +112,118 @@ def checked(trajectory: Trajectory) -> Trajectory:
     """Returns the trajectory itself, its numbers as its columns hold them.
 
     Raises:
-        TypeError, ValueError: a value is not of its kind or out of range, token columns contradict one another, or a
-            turn lies outside its sequence.
+        TypeError, ValueError: A value is not of its type or out of range, token columns contradict each other, or a
+            turn is outside its sequence.
     """
-    for name in _SCALARS:
-        value = getattr(trajectory, name)
-        if value is not None or name not in UNKNOWN_AS_NAN:
-            setattr(trajectory, name, _value("trajectories", name, value))
-    _status(trajectory.status)
+    _check_row(trajectory, _Trajectory)
+    msgspec.convert(trajectory.status, Status)
     if trajectory.reward is not None and trajectory.status not in VERIFIED:
         raise ValueError(f"reward {trajectory.reward} though {trajectory.status}")
-    _rewards(trajectory.rewards)
-    _messages(trajectory.messages)
-    trajectory.parents = linked(_parents(trajectory.parents, len(trajectory.messages)), len(trajectory.messages))
+    _check_rewards(trajectory.rewards)
+    msgspec.convert(trajectory.messages, list[dict[Any, Any]])
+    trajectory.parents = _linked(trajectory.parents, len(trajectory.messages))
     for number, sequence in enumerate(trajectory.sequences):
-        _sequence(number, sequence)
+        _check_sequence(number, sequence)
     for number, turn in enumerate(trajectory.turns):
-        for name in _DTYPES["turns"]:
-            setattr(turn, name, _value("turns", name, getattr(turn, name)))
-        if not -1 <= turn.message < len(trajectory.messages):
-            raise ValueError(f"turn {number} names message {turn.message} of {len(trajectory.messages)}")
-        if not -1 <= turn.started_by < number:
-            raise ValueError(f"turn {number} was started by turn {turn.started_by}, which does not precede it")
-        if turn.sequence < 0:
-            continue
-        if turn.sequence >= len(trajectory.sequences):
-            raise ValueError(f"turn {number} names sequence {turn.sequence} of {len(trajectory.sequences)}")
-        if not 0 <= turn.token_start <= turn.token_end <= len(trajectory.sequences[turn.sequence].tokens):
-            raise ValueError(f"turn {number} spans tokens {turn.token_start} to {turn.token_end}, outside its sequence")
+        _check_row(turn, _Turn)
+        _check_turn(number, turn, trajectory)
     answers = [turn.message for turn in trajectory.turns if turn.message >= 0]
     if len(set(answers)) < len(answers):
         raise ValueError("two turns name the same message as their answer")
     for attempt in trajectory.attempts:
-        for name in _DTYPES["attempts"]:
-            setattr(attempt, name, _value("attempts", name, getattr(attempt, name)))
+        _check_row(attempt, _Attempt)
     for artifact in trajectory.artifacts:
-        _text("an artifact's name", artifact.name)
+        msgspec.convert(artifact.name, Name)
         if not isinstance(artifact.data, bytes):
-            raise TypeError(f"artifact {artifact.name!r} holds {_shown(artifact.data)}, expected bytes")
+            raise TypeError(f"artifact {artifact.name!r} holds a {type(artifact.data).__name__}, expected bytes")
     return trajectory
 
 
 def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
-    """Returns what can be kept of a trajectory that is not one: its heading, and scalars, rewards and messages."""
+    """Returns what can be kept of a damaged trajectory: its heading, and valid scalars, rewards and messages."""
     kept: dict[str, Any] = dict.fromkeys(("task_id", "group_id", "policy", "agent"), "")
-    kept |= {name: data[name] for name in _SCALARS if name in data and _passes("trajectories", name, data[name])}
+    for column in msgspec.structs.fields(_Trajectory):
+        if column.name in data and _fits(data[column.name], column.type):
+            kept[column.name] = data[column.name]
     if heading.status not in VERIFIED:
         kept["reward"] = None
-    for name, check in (("rewards", _rewards), ("messages", _messages)):
-        try:
-            check(data.get(name, ()))
-        except (TypeError, ValueError):
-            continue
-        kept[name] = data[name]
     try:
-        kept["parents"] = linked(_parents(data.get("parents", ()), len(kept["messages"])), len(kept["messages"]))
-    except (KeyError, TypeError, ValueError):
-        kept.pop("messages", None)  # without parents, the order of messages is unknown
+        _check_rewards(data.get("rewards", {}))
+        kept["rewards"] = data.get("rewards", {})
+    except ValueError:
+        pass
+    try:
+        messages = msgspec.convert(data.get("messages"), list[dict[Any, Any]])
+        kept["parents"] = _linked(data.get("parents", ()), len(messages))
+        kept["messages"] = messages
+    except ValueError:  # without parents, the order of messages is unknown
+        pass
     return Trajectory(**kept | {name: getattr(heading, name) for name in ("id", "status", "epoch", "attempt")})
 
 
-def _passes(group: str, name: str, value: Any) -> bool:
+def _check_row(record: Any, row_type: type[msgspec.Struct]) -> None:
+    """Checks the fields of a record that are columns, and stores numbers as the columns hold them."""
+    row = msgspec.convert(record, row_type, from_attributes=True)
+    for name in row_type.__struct_fields__:
+        value = getattr(row, name)
+        if isinstance(value, float):
+            _check_size(name, value)
+        setattr(record, name, value)
+
+
+def _fits(value: Any, kind: Any) -> bool:
     try:
-        return (value is None and name in UNKNOWN_AS_NAN) or _value(group, name, value) is not None
+        number = msgspec.convert(value, kind)
+        if isinstance(number, float):
+            _check_size("", number)
     except ValueError:
         return False
+    return True
 
 
-def _value(group: str, name: str, value: Any) -> Any:
-    """Returns a value as its column holds it."""
-    dtype = _DTYPES[group][name]
-    if dtype in (STRING, TEXT):
-        return _text(name, value, LONGEST_NAME if dtype == STRING else None)
-    real = dtype.startswith("float")
-    if not isinstance(value, int | float if real else int):
-        raise ValueError(f"{name} {_shown(value)}, expected a number")
-    if real:
-        if abs(value) > _RANGES[dtype] and not (isinstance(value, float) and math.isinf(value)):
-            raise ValueError(f"{name} {_shown(value)}, more than {dtype} holds")
-        return float(value)
-    if not -_RANGES[dtype] <= value < _RANGES[dtype]:
-        raise ValueError(f"{name} {_shown(value)}, more than {dtype} holds")
-    return int(value)  # of a truth value
+def _check_size(name: str, value: float) -> None:
+    if MAX_FLOAT32 < abs(value) < math.inf:
+        raise ValueError(f"{name} {value}, more than 32 bits hold")
 
 
-def _text(name: str, value: Any, longest: int | None = LONGEST_NAME) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} {_shown(value)}, expected a text")
-    if longest is not None and len(value) * 10 > longest and len(escape(value).encode()) > longest:
-        raise ValueError(f"{name} of {len(value)} characters, expected at most {longest} bytes")
-    return value
+def _check_rewards(rewards: Any) -> None:
+    for name, value in msgspec.convert(rewards, Rewards).items():
+        _check_size(f"reward {name}", value)
 
 
-def _status(value: Any) -> None:
-    if value not in STATUSES:
-        raise ValueError(f"status {_shown(value)}, expected one of {', '.join(STATUSES)}")
+def _linked(parents: Any, count: int) -> list[int]:
+    """Returns the parent of every message. Raises :class:`ValueError` unless each parent precedes its child."""
+    given = msgspec.convert(parents, Parents)
+    if len(given) > count:
+        raise ValueError(f"parents of {len(given)} messages, expected up to {count}")
+    for node, parent in enumerate(given):
+        if parent >= node:
+            raise ValueError(f"message {node} follows message {parent}, which does not precede it")
+    return linked(given, count)
 
 
-def _rewards(rewards: Any) -> None:
-    if not isinstance(rewards, dict) or len(rewards) > MOST_REWARDS:
-        raise ValueError(f"rewards {_shown(rewards)}, expected at most {MOST_REWARDS} numbers by name")
-    for name, value in rewards.items():
-        _text("a reward's name", name)
-        _value("trajectories", "reward", value)
+def _check_turn(number: int, turn: Turn, trajectory: Trajectory) -> None:
+    if not -1 <= turn.message < len(trajectory.messages):
+        raise ValueError(f"turn {number} names message {turn.message} of {len(trajectory.messages)}")
+    if not -1 <= turn.started_by < number:
+        raise ValueError(f"turn {number} was started by turn {turn.started_by}, which does not precede it")
+    if turn.sequence < 0:
+        return
+    if turn.sequence >= len(trajectory.sequences):
+        raise ValueError(f"turn {number} names sequence {turn.sequence} of {len(trajectory.sequences)}")
+    if not 0 <= turn.token_start <= turn.token_end <= len(trajectory.sequences[turn.sequence].tokens):
+        raise ValueError(f"turn {number} spans tokens {turn.token_start} to {turn.token_end}, outside its sequence")
 
 
-def _messages(messages: Any) -> None:
-    if not isinstance(messages, list):
-        raise ValueError(f"messages {_shown(messages)}, expected a list")
-    for message in messages:
-        _message(message)
-
-
-def _parents(parents: Any, count: int) -> list[int]:
-    """Returns the parents of messages. Raises :class:`ValueError` unless each parent precedes its child."""
-    if not isinstance(parents, list | tuple) or len(parents) > count:
-        raise ValueError(f"parents {_shown(parents)}, expected a list of up to {count} numbers")
-    for node, parent in enumerate(parents):
-        if type(parent) is not int or not -1 <= parent < node:
-            raise ValueError(f"message {node} follows message {_shown(parent)}, which does not precede it")
-    return list(parents)
-
-
-def _message(message: Any) -> None:
-    if not isinstance(message, dict):
-        raise ValueError(f"a message {_shown(message)}, expected a map")
-
-
-def _sequence(number: int, sequence: TokenSequence) -> None:
-    _text("a sequence's policy", sequence.policy)
+def _check_sequence(number: int, sequence: TokenSequence) -> None:
+    msgspec.convert(sequence.policy, Name)
     columns = (sequence.tokens, sequence.logprobs, sequence.loss_mask, sequence.weight_versions)
     lengths = [len(column) for column in columns]
     if len(set(lengths)) != 1:
         raise ValueError(f"sequence {number} has columns of {lengths} tokens")
     if not lengths[0]:
         return
-    import numpy as np  # rank 0 reads journals of others only where there are any
+    import numpy as np  # late, because rank 0 rarely reads journals of other pods
 
     tokens, mask = np.frombuffer(sequence.tokens, np.int32), np.frombuffer(sequence.loss_mask, np.uint8)
     known = ~np.isnan(np.frombuffer(sequence.logprobs, np.float32))
@@ -223,11 +234,3 @@ def _sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has loss mask 1 without a log-probability")
     if not np.array_equal(versions >= 0, known) or versions.min() < -1:
         raise ValueError(f"sequence {number} has weight versions of other tokens than log-probabilities")
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: what it is, if it is no number or short text."""
-    if isinstance(value, int | float | str):
-        text = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
-        return text if len(text) < 80 else f"{text[:80]}…"
-    return f"a {type(value).__name__}"

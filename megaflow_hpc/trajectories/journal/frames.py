@@ -1,4 +1,4 @@
-"""The bytes of a journal: frames, what makes one valid, and how they are read past torn tails and damage.
+"""The bytes of a journal: its header, its frames, and how readers pass torn tails and damage.
 
 All integers are little-endian::
 
@@ -6,16 +6,16 @@ All integers are little-endian::
     frame    4s marker | u32 length | u64 time, ns UTC | u32 crc of the 16 bytes before | u32 crc of the payload
              payload: `length` bytes of msgpack, a map with the key "kind"
 
-Both CRCs of a frame (CRC-32 as in zlib) are seeded with the file's salt and the frame's own offset. So a frame is valid
-at one place of one file only: a stale disk block, or a journal kept as an artifact inside another, is never mistaken
-for a record. The marker serves to find the next frame behind damage.
+Both CRCs of a frame (CRC-32 as in zlib) are seeded with the file's salt and the frame's own offset. A frame is
+therefore valid at one place of one file only. A stale disk block, or a journal stored as an artifact in another
+journal, is never mistaken for a record. The marker serves to find the next frame behind damage.
 
 Reading ends at the *torn tail*: the first byte behind which no whole valid frame follows. Anything invalid before a
-valid frame is *damage*: an error that names file and offset or, for tolerant readers, a gap, logged and skipped.
-A file may be read while it is written; the reader sees the frames that were whole at that time.
+valid frame is *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
+A file may be read while it is written: the reader sees the frames that were whole at that time.
 
-Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and
-``{"kind": "part", "number": int, "base": int}``. Readers skip the kinds they do not know.
+Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and, in
+journals of earlier versions, ``{"kind": "part", "number": int, "base": int}``. Readers skip unknown kinds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import logging
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import msgpack
@@ -48,8 +48,11 @@ HEADER_SIZE = _HEADER.size
 FRAME_SIZE = _FRAME.size
 
 MAX_RECORD = 1 << 30
-"""Largest size of a record, in bytes: a greater length in a frame is damage, and a larger record is refused."""
+"""Largest size of a record in bytes. A greater length in a frame is damage; the writer refuses a larger record."""
 _SEARCH_WINDOW = 1 << 20
+_HEADING_BYTES = 4096
+"""Bytes of a record that contain its heading if a pod wrote it."""
+_HEADING_FIELDS = frozenset({"id", "status", "attempt", "epoch"})
 
 
 class Frame(NamedTuple):
@@ -61,42 +64,32 @@ class Frame(NamedTuple):
     payload: bytes
 
 
+class Heading(NamedTuple):
+    """The fields of a trajectory's record that decide which record of a rollout wins."""
+
+    id: str
+    status: str
+    epoch: int
+    attempt: int
+    block: int
+    """-1 if the record names no block."""
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def pack_record(record: Mapping[str, Any]) -> bytes:
+    """Packs a record by msgpack. Lone surrogates are kept; values without a msgpack type become strings."""
+    packed: bytes = msgpack.packb(record, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
+    return packed
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, array | memoryview):
         return value.tobytes()
     if isinstance(value, set | frozenset):
         return list(value)
     return str(value)
-
-
-def pack_record(record: Mapping[str, Any]) -> bytes:
-    """Packs a record by msgpack. Lone surrogates stay as they are; values msgpack has no type for become strings."""
-    packed: bytes = msgpack.packb(record, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
-    return packed
-
-
-def unpack_record(payload: bytes) -> dict[str, Any]:
-    """Inverts :func:`pack_record`; strings packed with ``surrogateescape`` are accepted too.
-
-    Raises:
-        ValueError: the bytes are not the msgpack of a map.
-    """
-    try:
-        try:
-            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
-        except UnicodeDecodeError:
-            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
-    except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:  # TypeError: a map as a map's key
-        # Its own errors carry what they read so far, however deep and large.
-        raise ValueError(f"not msgpack ({type(error).__name__}: {error})") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, expected a map")
-    return record
-
-
-def seed_of(salt: bytes, offset: int) -> int:
-    """Returns the value that both CRCs of the frame at ``offset`` start from."""
-    return crc32(_SEED.pack(salt, offset))
 
 
 def header(salt: bytes) -> bytes:
@@ -107,70 +100,59 @@ def header(salt: bytes) -> bytes:
 
 def frame_head(payload: bytes, salt: bytes, offset: int, time_ns: int) -> bytes:
     """Returns the :data:`FRAME_SIZE` bytes that precede ``payload`` in the frame at ``offset``."""
-    seed = seed_of(salt, offset)
+    seed = _seed(salt, offset)
     head = struct.pack("<4sIQ", MARKER, len(payload), time_ns)
     return head + struct.pack("<II", crc32(head, seed), crc32(payload, seed))
 
 
-def write_at(file: int, data: bytes, offset: int) -> int:
-    """Writes all of ``data``; returns the offset behind it. Raises OSError, and some of it may be written then."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, memoryview(data)[done:], offset + done)
-    return offset + done
+def _seed(salt: bytes, offset: int) -> int:
+    """Returns the value that both CRCs of the frame at ``offset`` start from."""
+    return crc32(_SEED.pack(salt, offset))
 
 
-def starts_frame(head: bytes, salt: bytes, offset: int) -> int | None:
-    """Returns the size of the frame at ``offset`` by its first bytes; ``None`` where there is none."""
-    if len(head) < FRAME_SIZE:
-        return None
-    marker, length, _, head_crc, _ = _FRAME.unpack(head[:FRAME_SIZE])
-    if marker != MARKER or length > MAX_RECORD or crc32(head[:16], seed_of(salt, offset)) != head_crc:
-        return None
-    return FRAME_SIZE + int(length)
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_journal(
-    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, salt: bytes | None = None
+    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields ``(offset behind the record, record)`` in the order of appending, up to the torn tail.
 
     Args:
-        path: the journal; may be written meanwhile.
+        path: the journal; a pod may be writing it.
         limit: number of bytes (a seal); records that end behind it are left out.
         tolerant: log and skip damage instead of raising.
-        salt: of the file that is meant; any other holds nothing.
 
     Raises:
-        ConfigError: the file is not a journal, of a newer version, unreadable, or damaged in its middle.
+        ConfigError: the file is not a journal, has a newer version, is unreadable, or is damaged in its middle.
     """
-    for frame in read_frames(path, limit, tolerant=tolerant, wanted=salt):
+    for frame in read_frames(path, limit, tolerant=tolerant):
         try:
             yield frame.end, unpack_record(frame.payload)
         except ValueError as error:
             if not tolerant:
                 raise ConfigError(
-                    f"{path}: the record at byte {frame.start} is {error}; was it written by us?"
+                    f"{path}: the record at byte {frame.start} is {error}; did megaflow-hpc write it?"
                 ) from None
             logger.warning("%s: the record at byte %d is %s; skipped", path, frame.start, error)
 
 
 def read_frames(
-    path: str | os.PathLike[str],
-    limit: int | None = None,
-    *,
-    tolerant: bool = False,
-    start: int = 0,
-    wanted: bytes | None = None,
+    path: str | os.PathLike[str], limit: int | None = None, *, tolerant: bool = False, start: int = 0
 ) -> Iterator[Frame]:
-    """Yields undecoded frames as :func:`read_journal` does records, from ``start``, the end of an earlier frame, on."""
-    with open_journal(path) as file:
-        salt = read_header(file, path)
-        if salt is None or wanted not in (None, salt):
+    """Yields undecoded frames as :func:`read_journal` does records.
+
+    Args:
+        path, limit, tolerant: as for :func:`read_journal`.
+        start: where to begin, the end of an earlier frame.
+    """
+    with _open_journal(path) as file:
+        salt = _read_header(file, path)
+        if salt is None:
             return
         position = max(HEADER_SIZE, start)
         while True:
-            size = os.fstat(file.fileno()).st_size  # afresh: the writer may be at work
+            size = os.fstat(file.fileno()).st_size  # again for each frame: the writer may be at work
             size = size if limit is None else min(size, limit)
             frame, torn = _frame_at(file, salt, position, size)
             if frame is None and not torn:
@@ -186,27 +168,96 @@ def read_frames(
             position = frame.end
 
 
-def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
-    """Returns the frame that starts at byte ``start``, a place known from :func:`read_frames`.
+def read_frames_at(path: str | os.PathLike[str], starts: Iterable[int]) -> Iterator[Frame]:
+    """Yields the frames that start at the given bytes, which are known from :func:`read_frames`.
 
     Raises:
         ConfigError: no whole frame is there any more.
     """
-    with open_journal(path) as file:
-        salt = read_header(file, path)
+    with _open_journal(path) as file:
+        salt = _read_header(file, path)
         size = os.fstat(file.fileno()).st_size
-        frame = _frame_at(file, salt, start, size)[0] if salt is not None else None
-    if frame is None:
-        raise ConfigError(f"{path}: no whole record at byte {start}; the file changed or is damaged")
-    return frame
+        for start in starts:
+            frame = None
+            if salt is not None:
+                frame, _ = _frame_at(file, salt, start, size)
+            if frame is None:
+                raise ConfigError(f"{path}: no whole record at byte {start}; the file changed or is damaged")
+            yield frame
 
 
-def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
+def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
+    """Returns the frame that starts at byte ``start``. Raises as :func:`read_frames_at`."""
+    return next(read_frames_at(path, [start]))
+
+
+def unpack_record(payload: bytes) -> dict[str, Any]:
+    """Inverts :func:`pack_record`; strings packed with ``surrogateescape`` are accepted too.
+
+    Raises:
+        ValueError: the bytes are not the msgpack of a map.
+    """
+    try:
+        try:
+            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+        except UnicodeDecodeError:
+            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
+    except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:  # TypeError: a map as a map's key
+        # The error itself refers to everything that was unpacked so far, however deep and large.
+        raise ValueError(f"not msgpack ({type(error).__name__}: {error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, expected a map")
+    return record
+
+
+def head_of(payload: bytes) -> dict[str, Any]:
+    """Decodes a record with only the heading of its trajectory; all of the record if the heading is not at its start.
+
+    Pods write the heading's fields first, so that readers of headings need not decode messages and tokens.
+    """
+    # The size also bounds the memory that a forged length makes the unpacker allocate.
+    unpacker = msgpack.Unpacker(
+        raw=False, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=_HEADING_BYTES
+    )
+    unpacker.feed(payload[:_HEADING_BYTES])
+    record: dict[str, Any] = {}
+    try:
+        for _ in range(unpacker.read_map_header()):
+            key = unpacker.unpack()
+            if key != "trajectory":
+                record[key] = unpacker.unpack()
+                continue
+            data: dict[str, Any] = {}
+            for _ in range(unpacker.read_map_header()):
+                name = unpacker.unpack()
+                if name in _HEADING_FIELDS:
+                    data[name] = unpacker.unpack()
+                else:
+                    unpacker.skip()
+                if len(data) == len(_HEADING_FIELDS) and {"kind", "epoch", "block"} <= record.keys():
+                    return {**record, "trajectory": data}
+            break
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        pass
+    return unpack_record(payload)
+
+
+def trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the trajectory's map of a record; the record may contain it as a worker's packed bytes."""
+    data = record["trajectory"]
+    if isinstance(data, bytes):
+        data = unpack_record(data)
+    if not isinstance(data, dict):
+        raise TypeError(f"a trajectory is a {type(data).__name__}, expected a map")
+    return data
+
+
+def _open_journal(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a journal for reading.
 
     Raises:
-        ConfigError: there is no such file, or it may not be read.
-        OSError: the run directory does not answer; it may later.
+        ConfigError: the file is missing or unreadable.
+        OSError: the run directory does not answer now.
     """
     try:
         return open_regular(path)
@@ -216,11 +267,11 @@ def open_journal(path: str | os.PathLike[str]) -> BinaryIO:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a journal") from error
 
 
-def read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
-    """Reads the header and returns its salt; ``None`` for a file whose creation never finished, and so holds nothing.
+def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> bytes | None:
+    """Reads the header and returns its salt; ``None`` if the file's creation never finished and it is empty.
 
     Raises:
-        ConfigError: the file is not a journal, its header is damaged, or it is of another version.
+        ConfigError: the file is not a journal, its header is damaged, or it has another version.
     """
     raw = file.read(HEADER_SIZE)
     if len(raw) < HEADER_SIZE and MAGIC.startswith(raw[: len(MAGIC)]):
@@ -243,7 +294,7 @@ def _frame_at(file: BinaryIO, salt: bytes, position: int, size: int) -> tuple[Fr
     head = file.read(FRAME_SIZE)
     if position + FRAME_SIZE > size or len(head) < FRAME_SIZE:
         return None, True
-    seed = seed_of(salt, position)
+    seed = _seed(salt, position)
     marker, length, time_ns, head_crc, payload_crc = _FRAME.unpack(head)
     if marker != MARKER or length > MAX_RECORD or crc32(head[:16], seed) != head_crc:
         return None, False

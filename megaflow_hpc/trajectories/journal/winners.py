@@ -1,6 +1,7 @@
-"""Decides which record of which journal is the result of a rollout: one winner each, the same for every reader.
+"""Decides which record of which journal is the result of a rollout, and reads it: the same for every reader.
 
-A record is *valid* unless a seal voids it (:mod:`~megaflow_hpc.trajectories.journal.records`).
+A seal names, for (block, epoch), the journal that counts and up to which byte. Records of that epoch that end behind
+the seal, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
 
 The identity of a record is (rollout, epoch, attempt). Among the valid records of a rollout
 
@@ -8,30 +9,77 @@ The identity of a record is (rollout, epoch, attempt). Among the valid records o
    under a higher epoch, and its success replaces the failure, while a failure never replaces a success;
 2. then the lowest epoch wins, then the lowest attempt, then the earliest record.
 
-So a success once seen stays. The attempts listed in the valid records that lost are kept with the winner's.
+So a success once seen stays. The winner also gets the attempts listed in the valid records that lost.
 
-Records are found in the shards of finished parts of journals, where there are any, and else in the journals themselves:
-both say the same.
+*Commit order.* Within a journal, the order of appending. Journals are merged by the time in each frame, made monotone
+within a journal. The pods' clocks decide only the order of rows of different pods, never which rows exist.
 
-*Commit order.* Within a journal, the order of appending. Journals are merged by the time each frame carries, made
-monotone per journal; the clocks of pods only decide the order of rows of different pods, never which rows exist.
+Earlier versions split a journal into *parts*, which readers still accept::
+
+    journal/<pod>.<start>.journal         part 0
+    journal/<pod>.<start>+0001.journal    part 1, and so on; its first record contains the bytes of the parts before it
+
+Seals count bytes over all parts; an entry counts bytes within its file.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.frames import read_frame
-from megaflow_hpc.trajectories.journal.records import Entry, Seals, entries, trajectory_of
-from megaflow_hpc.trajectories.journal.writer import SUFFIX
+from megaflow_hpc.trajectories.journal.checks import checked, heading_in, heading_of, salvaged
+from megaflow_hpc.trajectories.journal.frames import (
+    HEADER_SIZE,
+    Frame,
+    Heading,
+    head_of,
+    read_frame,
+    read_frames,
+    read_frames_at,
+    trajectory_data,
+    unpack_record,
+)
 from megaflow_hpc.trajectory import Attempt, Trajectory
+from megaflow_hpc.types import VERIFIED
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".journal"
+BATCH_BYTES = 64 << 20
+"""Bytes of records that :meth:`Index.trajectories` reads before it decodes the first one."""
+
+Seals = Mapping[tuple[int, int], tuple[str, int]]
+"""(block, epoch) → (``<pod>.<start>`` or the name of its journal file, bytes of it that count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One valid record: the fields that decide which record wins, and its position."""
+
+    id: str
+    status: str
+    epoch: int
+    attempt: int
+    time_ns: int
+    """Commit time, monotone within the journal."""
+    journal: str
+    """File name within ``RUN/journal``."""
+    start: int
+    """Offset of its frame in that file."""
+    size: int
+    """Bytes of its frame."""
+
+    @property
+    def rank(self) -> tuple[bool, int, int, int, str, int]:
+        """A sort key: among the records of a rollout, the lowest wins."""
+        return self.status not in VERIFIED, self.epoch, self.attempt, self.time_ns, self.journal, self.start
 
 
 @dataclass
@@ -45,29 +93,69 @@ class Index:
     losers: dict[str, list[Entry]] = field(default_factory=dict)
     """The other valid records by rollout id, for the few rollouts that have any."""
 
-    def in_shard(self, entry: Entry) -> bool:
-        """Whether a winner may be taken from a shard: with losers, attempts are put together."""
-        return entry.shard_row >= 0 and entry.id not in self.losers
-
     def load(self, entry: Entry) -> Trajectory:
-        """Reads the trajectory of a winner, with the attempts of the records it won over.
+        """Reads the trajectory of a winner, with the attempts of the records that lost.
 
         Raises:
             ConfigError: the record is no longer where the index found it.
         """
-        trajectory = self._read(entry)
-        others = self.losers.get(entry.id)
-        if others:
-            attempts: list[Attempt] = []
-            for other in sorted([entry, *others], key=lambda e: (e.epoch, e.attempt, e.time_ns)):
-                listed = trajectory.attempts if other is entry else self._read(other).attempts
-                attempts += [attempt for attempt in listed if attempt not in attempts]
-            trajectory.attempts = attempts
+        path = self.root / entry.journal
+        return self._decode(entry, read_frame(path, entry.start))
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Yields the trajectory of each winner, in commit order. Raises as :meth:`load`.
+
+        Records are read in batches of about :data:`BATCH_BYTES`, so that each journal is opened once per batch and read
+        forwards.
+        """
+        for batch in _batches(self.winners):
+            frames = self._read(batch)
+            for entry in batch:
+                yield self._decode(entry, frames.pop(entry))
+
+    def _read(self, batch: list[Entry]) -> dict[Entry, Frame]:
+        by_journal: dict[str, list[Entry]] = {}
+        for entry in batch:
+            by_journal.setdefault(entry.journal, []).append(entry)
+        frames: dict[Entry, Frame] = {}
+        for journal, entries_of_it in by_journal.items():
+            starts = [entry.start for entry in entries_of_it]
+            frames.update(zip(entries_of_it, read_frames_at(self.root / journal, starts), strict=True))
+        return frames
+
+    def _decode(self, entry: Entry, frame: Frame) -> Trajectory:
+        trajectory = trajectory_of(frame, entry.epoch, self.root / entry.journal)
+        losers = self.losers.get(entry.id)
+        if not losers:
+            return trajectory
+        attempts: list[Attempt] = []
+        for other in sorted([entry, *losers], key=lambda e: (e.epoch, e.attempt, e.time_ns)):
+            if other is entry:
+                listed = trajectory.attempts
+            else:
+                path = self.root / other.journal
+                listed = trajectory_of(read_frame(path, other.start), other.epoch, path).attempts
+            attempts += [attempt for attempt in listed if attempt not in attempts]
+        trajectory.attempts = attempts
         return trajectory
 
-    def _read(self, entry: Entry) -> Trajectory:
-        path = self.root / entry.journal
-        return trajectory_of(read_frame(path, entry.start), entry.epoch, path)
+
+def _batches(winners: list[Entry]) -> Iterator[list[Entry]]:
+    """Cuts winners into batches of about :data:`BATCH_BYTES`, at least one record each."""
+    batch: list[Entry] = []
+    size = 0
+    for entry in winners:
+        if batch and size + entry.size > BATCH_BYTES:
+            yield batch
+            batch = []
+            size = 0
+        batch.append(entry)
+        size += entry.size
+    if batch:
+        yield batch
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def journals(run: RunDir) -> list[Path]:
@@ -78,12 +166,12 @@ def journals(run: RunDir) -> list[Path]:
 
 
 def seals_of(run: RunDir) -> Seals:
-    """Returns the ledger's seals; waits while the run directory does not answer. Without a ledger there are none."""
+    """Returns the ledger's seals, or none without a ledger; waits while the run directory does not answer."""
     return Ledger(run).seals()
 
 
 def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
-    """Returns what a result depends on: journal sizes in bytes by name, and a checksum of the seals."""
+    """Returns what a gathered file depends on: journal sizes in bytes by name, and a checksum of the seals."""
     sealed = json.dumps(sorted([*key, *value] for key, value in seals.items()))
     return {
         "journals": {path.name: path.stat().st_size for path in journals(run)},
@@ -91,33 +179,20 @@ def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
     }
 
 
-def index(run: RunDir, seals: Seals, shards: bool = True) -> Index:
-    """Reads every journal once and decides over winners. Damage is logged and skipped: the rest stays readable.
+def index(run: RunDir, seals: Seals) -> Index:
+    """Reads the headings of every journal once and decides which records win.
 
-    Args:
-        run: the run directory.
-        seals: what voids records.
-        shards: whether shards are read in the place of their journals.
+    Damage is logged and skipped: the rest stays readable.
 
     Raises:
-        ConfigError: a file in ``RUN/journal`` is not a journal, or of a newer version.
+        ConfigError: a file in ``RUN/journal`` is not a journal, or has a newer version.
     """
-    from megaflow_hpc.trajectories.journal.shards import (
-        shard_entries,  # reads HDF5, which following a journal does not need
-    )
-
-    def valid() -> Iterator[Entry]:
-        for path in journals(run):
-            found = shard_entries(run, path, seals) if shards else None
-            yield from entries(path, seals)[0] if found is None else found
-
-    best, losers = decide(valid())
-    winners = sorted(best.values(), key=lambda e: (e.time_ns, e.journal, e.start))
-    return Index(run.journal, winners, losers)
+    best, losers = decide(entry for path in journals(run) for entry in entries(path, seals)[0])
+    return Index(run.journal, in_commit_order(best.values()), losers)
 
 
 def decide(valid: Iterable[Entry]) -> tuple[dict[str, Entry], dict[str, list[Entry]]]:
-    """Returns the winner of each rollout by id, and the entries it won over where there are any."""
+    """Returns the winner of each rollout by id, and the entries that lost for the rollouts that have any."""
     best: dict[str, Entry] = {}
     losers: dict[str, list[Entry]] = {}
     for entry in valid:
@@ -126,3 +201,119 @@ def decide(valid: Iterable[Entry]) -> tuple[dict[str, Entry], dict[str, list[Ent
             best[entry.id], loser = sorted((entry, other), key=lambda e: e.rank)
             losers.setdefault(entry.id, []).append(loser)
     return best, losers
+
+
+def in_commit_order(found: Iterable[Entry]) -> list[Entry]:
+    """Sorts the entries of several journals."""
+    return sorted(found, key=lambda e: (e.time_ns, e.journal, e.start))
+
+
+# --- a journal --------------------------------------------------------------------------------------------------------
+
+
+def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[Entry], int]:
+    """Returns the valid records of one journal file in order, and the end of the last whole record (or ``start``).
+
+    Args:
+        path, start, limit: as for :func:`headings`.
+        seals: what voids records.
+    """
+    found: list[Entry] = []
+    base = base_of(path)
+    end = start
+    for frame, heading in headings(path, start, limit):
+        end = frame.end
+        if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
+            size = frame.end - frame.start
+            found.append(Entry(*heading[:4], frame.time_ns, path.name, frame.start, size))
+    return found, end
+
+
+def headings(path: Path, start: int = 0, limit: int | None = None) -> Iterator[tuple[Frame, Heading | None]]:
+    """Yields the frames of one journal file with their headings; damage is logged and skipped.
+
+    Args:
+        path: the file.
+        start: where to begin, the end of an earlier frame.
+        limit: number of bytes of the file to read.
+
+    Returns:
+        Frames in order, with monotone ``time_ns``. The heading is ``None`` for a record of another kind.
+    """
+    time_ns = 0
+    for frame in read_frames(path, limit, tolerant=True, start=start):
+        time_ns = max(time_ns, frame.time_ns)
+        heading = None
+        try:
+            heading = heading_in(frame.payload)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s: record at byte %d is not a trajectory (%r); skipped", path, frame.start, error)
+        yield frame._replace(time_ns=time_ns), heading
+
+
+def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool:
+    """Returns whether a record is valid: no seal voids it.
+
+    Args:
+        seals: the ledger's seals.
+        block, epoch: of the record.
+        journal: name of its file.
+        end: offset of its end, over all parts of the journal.
+    """
+    sealed = seals.get((block, epoch))
+    if sealed is None:
+        return True
+    owner, valid_bytes = sealed
+    return _owner_of(owner) == _owner_of(journal) and end <= valid_bytes
+
+
+def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
+    """Returns the trajectory of a record that has a heading.
+
+    An inconsistent trajectory (:func:`~megaflow_hpc.trajectories.journal.checks.checked`) is returned without its
+    tokens. Its ``error`` then says so, and the log names the record.
+    """
+    record: Mapping[str, Any] = {}
+    data: Mapping[str, Any] = {}
+    try:
+        record = unpack_record(frame.payload)
+        data = trajectory_data(record)
+        return checked(Trajectory.from_record({**data, "epoch": epoch}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not data:
+            record = head_of(frame.payload)
+            data = trajectory_data(record)
+        heading = heading_of({**record, "epoch": epoch}, data)
+        logger.warning("%s: record at byte %d (%s): %r; kept without its tokens", path, frame.start, heading.id, error)
+        trajectory = salvaged(data, heading)
+        trajectory.error = f"{trajectory.error}\n[tokens lost: the record is inconsistent: {error!r}]".lstrip()
+        return trajectory
+
+
+def parts(path: Path) -> list[Path]:
+    """Returns the files of the journal whose part 0 is ``path``, in order; none if it is missing."""
+    found: list[Path] = []
+    part = path
+    while part.exists():
+        found.append(part)
+        part = path.with_name(f"{path.name.removesuffix(SUFFIX)}+{len(found):04d}{SUFFIX}")
+    return found
+
+
+def base_of(path: Path) -> int:
+    """Returns the bytes in the parts before this one: from its first record or, if damaged, from the files' sizes."""
+    stem, _, number = path.name.removesuffix(SUFFIX).rpartition("+")
+    if not stem:
+        return 0
+    frame = next(read_frames(path, tolerant=True), None)
+    if frame is not None and frame.start == HEADER_SIZE:
+        record = unpack_record(frame.payload)
+        if record.get("kind") == "part":
+            return int(record["base"])
+    before = parts(path.with_name(f"{stem}{SUFFIX}"))[: int(number)]
+    return sum(part.stat().st_size for part in before)
+
+
+def _owner_of(name: str) -> str:
+    """Returns ``<pod>.<start>`` from the name of a journal file."""
+    return name.removesuffix(SUFFIX).partition("+")[0]

@@ -1,8 +1,8 @@
 """Makes campaigns smaller: drops superseded attempts, artifacts and, in the end, the journals of a finished run.
 
-A file is rewritten beside itself and replaced by rename; the chunks of token and message columns are copied as they
-are. Journals and shards are removed only when the campaign is finished, the file holds all that is in them, and every
-column of the file agrees with its checksum.
+A file is rewritten under a temporary name and replaced by rename; the chunks of token and message columns are copied
+as they are. Journals are removed only if the campaign is finished, the file contains all of their trajectories, and
+every column of the file agrees with its checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import attribute, open_file, recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.contents import SUFFIX as CONTENTS
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
 from megaflow_hpc.trajectories.maintenance.checksums import verify
 
@@ -96,13 +95,13 @@ def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> NDArray[Any]:
 
 
 def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
-    """Removes the journals and shards of a finished run whose file holds all of them, which nothing brings back.
+    """Removes the journals of a finished run for good, if its file contains all of their trajectories.
 
     Args:
-        dry_run: check all of it and remove nothing.
+        dry_run: check everything and remove nothing.
 
     Returns:
-        Counts: ``journals`` and ``shards``, files, and ``journal_bytes`` of both and of tables of contents.
+        Counts: ``journals``, files, and ``journal_bytes``.
 
     Raises:
         ConfigError: the campaign is not finished, the file does not hold everything, or it is damaged.
@@ -111,15 +110,15 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         raise ConfigError(f"{run}: the campaign is not finished; its journals are still needed")
     if recorded_sources(run.trajectories) != fingerprint(run, seals_of(run)):
         raise ConfigError(f"{run.trajectories}: does not hold all that the journals do; run: megaflow-hpc gather {run}")
-    bad = [check for check in verify(run.trajectories) if check.state != "ok" and not check.path.startswith("journal/")]
+    bad = [check for check in verify(run.trajectories) if check.state != "ok"]
     if bad:
         raise ConfigError(
             f"{run.trajectories}: /{bad[0].path} {bad[0].state}; "
             f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
         )
-    shards, written = list(run.shards.glob("*.h5")), list(journals(run))
-    contents = list(run.journal.glob(f"*{CONTENTS}"))
-    held = sum(path.stat().st_size for path in (*shards, *contents, *written))
-    for path in () if dry_run else (*shards, *contents, *written):
-        path.unlink()
-    return {"journals": len(written), "shards": len(shards), "journal_bytes": held}
+    files = journals(run)
+    size = sum(path.stat().st_size for path in files)
+    if not dry_run:
+        for path in files:
+            path.unlink()
+    return {"journals": len(files), "journal_bytes": size}

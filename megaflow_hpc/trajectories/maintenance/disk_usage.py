@@ -12,7 +12,7 @@ from megaflow_hpc.trajectories.hdf5.file import open_file
 
 
 @dataclass(frozen=True)
-class Share:
+class DiskShare:
     """What a directory, file or column takes: ``stored`` bytes on disk, ``raw`` bytes of values (0 where unknown)."""
 
     name: str
@@ -21,7 +21,7 @@ class Share:
     raw: int = 0
 
 
-def of_run(path: Path) -> list[Share]:
+def of_run(path: Path) -> list[DiskShare]:
     """Returns the usage of each directory and file at the top of a run directory, largest first."""
     found: dict[str, list[int]] = {}
     for directory, _, names in os.walk(path):
@@ -33,24 +33,24 @@ def of_run(path: Path) -> list[Share]:
             except FileNotFoundError:
                 continue  # replaced meanwhile
             found.setdefault(f"{relative.parts[0]}/" if len(relative.parts) > 1 else name, []).append(size)
-    shares = [Share(name, len(sizes), sum(sizes)) for name, sizes in found.items()]
+    shares = [DiskShare(name, len(sizes), sum(sizes)) for name, sizes in found.items()]
     return sorted(shares, key=lambda share: -share.stored)
 
 
-def of_file(path: Path) -> list[Share]:
+def of_file(path: Path) -> list[DiskShare]:
     """Returns the usage of each column, largest first; last ``(structure)``: variable-length strings and indices.
 
     Raises:
         ConfigError: ``path`` is not a campaign file.
     """
-    shares: list[Share] = []
+    shares: list[DiskShare] = []
     with open_file(path, complete=False) as file:
 
         def collect(name: str, item: object) -> None:
             if isinstance(item, h5py.Dataset):
-                shares.append(Share(name, 1, item.id.get_storage_size(), item.size * item.dtype.itemsize))
+                shares.append(DiskShare(name, 1, item.id.get_storage_size(), item.size * item.dtype.itemsize))
 
         file.visititems(collect)
     shares.sort(key=lambda share: -share.stored)
     rest = path.stat().st_size - sum(share.stored for share in shares)
-    return [*shares, Share("(structure)", 1, rest)]
+    return [*shares, DiskShare("(structure)", 1, rest)]

@@ -39,7 +39,7 @@ class Conversation:
         return sum(turn is not None for turn in self.turns)
 
 
-class Call(NamedTuple):
+class ConversationCall(NamedTuple):
     """One model call."""
 
     messages: list[dict[str, Any]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, pvariance
@@ -70,12 +69,6 @@ class Durations:
     def expected_s(self, rollout: Rollout) -> float:
         """Returns the mean duration of the rollout's task under its policy or else of the task, the policy, or all."""
         return next(self._means[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._means)
-
-    def drawn(self, rollout: Rollout, draw: random.Random) -> float:
-        """Returns one of the durations that were seen where :meth:`expected_s` takes their mean."""
-        return draw.choice(
-            next(self._seen[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._seen)
-        )
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
         """Returns the durations known for these rollouts, from which pods start to estimate.

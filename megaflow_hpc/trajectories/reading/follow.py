@@ -1,17 +1,17 @@
-"""Follows a campaign: yields each rollout as it becomes durable, whichever pod wrote it, and goes on where it was left.
+"""Follows a campaign: yields each rollout as it becomes durable, from all pods, and can continue in a later process.
 
-Every look reads what was appended to the journals since the last, and nothing twice: it costs one listing of
-``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. One that
-was yielded as failed or cancelled is yielded a second time if a later attempt succeeds, and never again.
+Each poll reads the bytes that were appended to the journals since the last one. It costs one listing of
+``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. A rollout
+that was yielded as failed or cancelled is yielded a second time if a later attempt succeeds, and never again.
 
-A follower's *cursor* is all that another one, in a later process, needs to go on: the bytes read of each journal, and
-the ids that were yielded without success. Ids of successes are not in it, so it stays small in a long campaign: the
-ledger lets only rollouts without a success run again, so none comes behind the cursor a second time. ::
+A follower's *cursor* contains everything that a follower in a later process needs to continue: the bytes read of each
+journal, and the ids that were yielded without success. The cursor omits ids of successes, so it stays small in a long
+campaign: the ledger lets only rollouts without a success run again. ::
 
     {"journals": {"pod-0.17.journal": 52100, …}, "failed": ["fix-humanize-3/default/1", …]}
 
-Seals are read after the sizes of the journals and before their bytes, at every look, so that records which a delayed
-writer appends behind a seal are never yielded, by a follower that goes on from a cursor neither.
+At every poll, seals are read after the sizes of the journals and before their bytes. So records that a delayed writer
+appends behind a seal are never yielded, also not after a cursor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.records import Entry, Seals, entries
-from megaflow_hpc.trajectories.journal.winners import Index, decide, journals, seals_of
+from megaflow_hpc.trajectories.journal.winners import (
+    Entry,
+    Index,
+    Seals,
+    decide,
+    entries,
+    in_commit_order,
+    journals,
+    seals_of,
+)
 from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import open_trajectories
@@ -104,8 +112,7 @@ class Follower:
         for path, size in grown.items():
             self._note_tail(path.name, size)
         best, _ = decide(found)
-        ordered = sorted(best.values(), key=lambda e: (e.time_ns, e.journal, e.start))
-        return [entry for entry in ordered if self._take(entry)]
+        return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
     def load(self, entry: Entry) -> Trajectory:
         """Reads the trajectory of an entry, of this follower or of an earlier one of the run.

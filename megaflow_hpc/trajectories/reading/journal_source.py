@@ -1,7 +1,7 @@
-"""The journals of a run as a source of rows; they show the same as the campaign file that is gathered from them.
+"""The journals of a run as a source of rows, equal to those of the campaign file that is gathered from them.
 
-A journal has no columns. Its rows are decoded once, the first time a column is asked for; kept are only the small
-columns, of rows, sequences and turns, never tokens or messages.
+A journal has no columns. The first request for a column decodes all rows once and keeps the small columns, of rows,
+sequences and turns; tokens and messages are read again when they are needed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
-from megaflow_hpc.trajectories.journal.records import Entry
-from megaflow_hpc.trajectories.journal.winners import Index
+from megaflow_hpc.trajectories.journal.winners import Entry, Index
 from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
 from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 _CACHED = 8
-"""Trajectories kept decoded: the parts of one row are usually read together."""
+"""Decoded trajectories in memory: the parts of one row are usually read together."""
 _SCALARS = tuple(
     c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n" and c.name != "turns"
 )
@@ -133,17 +132,21 @@ class JournalSource:
     def _load(self, row: int) -> Trajectory:
         entry = self._index.winners[row]
         if entry not in self._cache:
-            self._cache[entry] = self._index.load(entry)
-            if len(self._cache) > _CACHED:
-                self._cache.popitem(last=False)
+            self._keep(entry, self._index.load(entry))
         return self._cache[entry]
+
+    def _keep(self, entry: Entry, trajectory: Trajectory) -> None:
+        self._cache[entry] = trajectory
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
 
     @cached_property
     def _built(self) -> tuple[dict[str, NDArray[Any]], dict[str, dict[int, float]]]:
-        """Columns by path, and rewards by name and row."""
+        """The columns by path, and the rewards by name and row."""
         values: dict[str, list[Any]] = {path: [0] if path in _OFFSETS else [] for path in (*_OFFSETS, *_COLUMNS)}
         rewards: dict[str, dict[int, float]] = {}
-        for row in range(len(self)):
+        for row, trajectory in enumerate(self._index.trajectories()):
+            self._keep(self._index.winners[row], trajectory)
             for name in _SCALARS:
                 values[f"trajectories/{name}"].append(self.scalar(name, row))
             for name, reward in self.rewards(row).items():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, UNKNOWN_AS_NAN
-from megaflow_hpc.trajectories.reading.conversations import Call, Conversation, conversations, main
+from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView, Source
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
@@ -98,7 +98,7 @@ class Row:
             record["tree"] = {"messages": messages, "parents": parents}
         return record
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int) -> ConversationCall:
         """Returns one model call: the messages that were asked, the answer and its turn.
 
         If the call was not a chat call, or has no link to its answer, there are no messages and the answer is ``None``.
@@ -106,7 +106,7 @@ class Row:
         turn = self.turns[number]
         messages = self._source.messages(self.index)
         path = path_to(self._source.parents(self.index), turn.message)
-        return Call([messages[node] for node in path[:-1]], messages[path[-1]] if path else None, turn)
+        return ConversationCall([messages[node] for node in path[:-1]], messages[path[-1]] if path else None, turn)
 
     @property
     def sequences(self) -> list[SequenceView]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
-from megaflow_hpc.trajectories.reading.table import Table
+from megaflow_hpc.trajectories.reading.table import RowTable
 
 MAX_LENGTH = 10_000
 """Largest length of an expression, in characters."""
@@ -59,7 +59,7 @@ _STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
 
 
-def select(expression: str, table: Table) -> NDArray[np.int64]:
+def select(expression: str, table: RowTable) -> NDArray[np.int64]:
     """Returns the row numbers for which an expression is true, in order.
 
     Args:
@@ -95,7 +95,7 @@ def select(expression: str, table: Table) -> NDArray[np.int64]:
 class _Evaluation:
     """One walk over the tree. Values are numpy arrays of all rows, or plain constants."""
 
-    def __init__(self, text: str, table: Table) -> None:
+    def __init__(self, text: str, table: RowTable) -> None:
         self._text = text
         self._table = table
 

@@ -28,15 +28,14 @@ from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
 from megaflow_hpc.trajectories.hdf5.columns import text
 from megaflow_hpc.trajectories.hdf5.file import attribute, recorded_sources
-from megaflow_hpc.trajectories.journal.records import Seals
-from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
-from megaflow_hpc.trajectories.reading.joined_source import source_of
+from megaflow_hpc.trajectories.reading.journal_source import JournalSource
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.selection import select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source
-from megaflow_hpc.trajectories.reading.table import Table
+from megaflow_hpc.trajectories.reading.table import RowTable
 
 LOOK_UPS = 16
 """Number of ids looked up one by one before all are put into a dictionary."""
@@ -246,8 +245,8 @@ class TrajectoryStore:
         return np.array([self._row(key) for key in ids], np.int64)
 
     @cached_property
-    def _table(self) -> Table:
-        return Table(self._source)
+    def _table(self) -> RowTable:
+        return RowTable(self._source)
 
     def _row(self, key: int | str) -> int:
         if isinstance(key, str):
@@ -283,7 +282,7 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     now = fingerprint(run, seals)
     if run.trajectories.exists() and _covers(recorded, now):
         return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories)
-    return TrajectoryStore(source_of(run, index(run, seals)), run.path)
+    return TrajectoryStore(JournalSource(index(run, seals)), run.path)
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ _WINDOW = 1 << 20
 _ALIASES = {"task": "task_id", "group": "group_id", "sample": "sample_index"}
 
 
-class Table:
+class RowTable:
     """Columns of one entry per row, by name; derived ones are computed on first use and kept."""
 
     def __init__(self, source: Source) -> None:

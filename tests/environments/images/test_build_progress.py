@@ -14,20 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli.making.images_make import Wanted, share_of
 from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.builds.forecast import forecaster, foretell, foretelling
 from megaflow_hpc.environments.images.build_progress import BuildProgress, at_once, make_all
-from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
-from megaflow_hpc.environments.images.pull import Looks
 from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.registry import client
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from tests.support.places import ROOT
-from tests.support.registries import Front, Registry, layer, noise
 from tests.support.small_images import SmallImages
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -123,108 +118,55 @@ def test_build_goes_on_after_one_that_fails_and_says_what_it_does(
     assert verb("build", paths[0], "--map", f"base={base}")[2] == ""
 
 
-def test_what_a_build_takes_is_said_before_and_is_what_it_took(
+def test_a_dry_run_lists_what_the_store_lacks_and_makes_nothing(
     verb: Verb, small_images: SmallImages, tmp_path: Path
 ) -> None:
-    """Two Dockerfiles share their first step, and one of them has a third that is not known before."""
     base = small_images.fill(ImageStore(), 1)[0]
-    first = "FROM base\nCOPY file /a\n"
-    requests = dockerfiles(tmp_path / "context", f"{first}COPY file /b\n", f"{first}COPY <<E /c/d\ntext\nE\n")
+    requests = dockerfiles(tmp_path / "context", "FROM base\nCOPY file /a\n", "FROM base\nCOPY file /b\n")
     paths = [str(request.dockerfile) for request in requests]
     words = (*paths, "--map", f"base={base}")
-    told = json.loads(verb("build", *words, "--dry-run", "--json")[1])
-    assert (told["images"], told["there"], told["to_make"]) == (2, 0, 2)
-    assert (told["layers_made"], told["layers_fetched"], told["unknown"]) == (3, 0, [])
+    assert verb("build", *words, "--dry-run")[1] == (
+        f"images: 2, 0 in the store, 2 to be made\n  {paths[0]}\n  {paths[1]}\n"
+    )
     assert list(ImageStore().layers.layers()) == []
-    predicted = verb("build", *words, "--dry-run")[1]
-    _, made, said = verb("build", *words, "--json")
-    assert predicted in said
-    built = json.loads(made)["images"].values()
-    store = ImageStore()
-    layers = {layer.digest: layer for path in built for layer in read_layered(path).layers}
-    sif = store.image(Path(base).stem)
-    assert sif is not None
-    assert told["node_bytes"] <= sum(layer.unpacked_bytes for layer in layers.values()) + sif.unpacked_bytes
-    assert told["node_bytes"] >= 3 * 4096 + sif.unpacked_bytes
-    assert told["store_inodes"] == 3 * len(layers) + 3 * len(built)
-    again = json.loads(verb("build", *words, "--dry-run", "--json")[1])
-    assert (again["there"], again["to_make"], again["store_bytes"], again["layers_made"]) == (2, 0, 0, 0)
-
-    assert verb("stage", *built)[0] == 0  # nothing more for this node
-    again = json.loads(verb("build", *words, "--dry-run", "--json")[1])
-    assert (again["node_bytes"], again["node_inodes"]) == (0, 0)
-    (tmp_path / "context" / "2.Dockerfile").write_text(f"{first}RUN true\nCOPY file /e\n")
-    out = verb("build", tmp_path / "context" / "2.Dockerfile", "--map", f"base={base}", "--dry-run")[1]
-    assert "layers: 2 to be made, 0 to be fetched\n" in out
-    assert f"not known before it is made:\n  {tmp_path}/context/2.Dockerfile:3\n" in out
+    assert verb("build", paths[0], "--map", f"base={base}")[0] == 0
+    assert json.loads(verb("build", *words, "--dry-run", "--json")[1]) == {
+        "images": 2,
+        "there": 1,
+        "missing": [paths[1]],
+    }
 
 
-def test_what_a_registry_would_send_is_said_before(verb: Verb, registry: Registry) -> None:
-    layers = [layer({"base": noise("forecast", 50_000)}), layer({"own": b"own"})]
-    registry.push("forecast", "1", layers)
-    words = ("docker://lab.org/forecast:1", "--mirror", f"lab.org=http://{registry.address}", "--dry-run", "--json")
-    told = json.loads(verb("build", *words)[1])
-    assert (told["to_make"], told["layers_fetched"], told["store_bytes"]) == (1, 2, sum(len(x.blob) for x in layers))
-
-
-def test_before_a_build_each_image_is_looked_up_once_and_a_registry_that_is_silent_too(
-    registry: Registry, between: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_shares_are_neighbours_and_together_build_each_image_once(
+    verb: Verb, small_images: SmallImages, tmp_path: Path
 ) -> None:
-    registry.push("looked-up", "1", [layer({"own": b"own"})])
-    requests = dockerfiles(tmp_path / "context", *(f"FROM a\nCOPY file /{name}\n" for name in "abc"))
-    requests += [ImageRequest("b"), ImageRequest("c")]
-    names = {name: f"docker://lab.org/looked-up:{number}" for number, name in enumerate("abc", 1)}
-    images, said = (
-        Images(ImageStore(tmp_path / "store"), Registries({"lab.org": f"http://{between.address}"})),
-        list[str](),
+    """Several elements of a job array get the same sources, and a share each."""
+    base = small_images.fill(ImageStore(), 1)[0]
+    texts = [f"FROM base\nCOPY file /{number}\n" for number in range(5)]
+    paths = [str(request.dockerfile) for request in dockerfiles(tmp_path / "context", *texts)]
+    built = []
+    for number in (1, 2, 3):
+        status, out, _ = verb("build", *paths, "--map", f"base={base}", "--share", f"{number}/3", "--json")
+        assert status == 0
+        built.append(list(json.loads(out)["images"]))
+    assert built == [paths[:1], paths[1:3], paths[3:]]
+    assert (
+        verb("build", *paths, "--map", f"base={base}", "--dry-run")[1] == "images: 5, 5 in the store, none to be made\n"
     )
-    images.say = said.append
-    mapping = ImageMapping(names, tmp_path)
-    foretell(images, [(request, mapping, None) for request in requests])
-    asked = [path for path, _ in between.asked]
-    assert len(asked) == len(set(asked)) == 4  # of the first its manifest and configuration, too
-    assert said[0] == "layers: 3 to be made, 1 to be fetched"
-    assert said[1].startswith("store: at least ")
-
-    between.asked.clear()
-    monkeypatch.setattr(client, "QUICK_S", 0.3)
-    released = threading.Event()
-    between.rules = {"": lambda _: released.wait(60)}
-    images.looks = Looks()
-    foretell(images, [(request, mapping, None) for request in requests])
-    released.set()
-    assert len(between.asked) == 1
-    assert said[3] == "layers: 3 to be made, 0 to be fetched"
-
-    between.asked.clear()
-    images.looks = None
-    foretell(images, [(request, mapping, None) for request in requests])
-    assert between.asked == []
-    assert said[6:] == said[3:6]
 
 
-def test_what_cannot_be_foretold_silences_nothing_else_and_ends_nothing(
-    small_images: SmallImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (base,) = small_images.fill(ImageStore(tmp_path / "store"), 1)
-    requests = dockerfiles(
-        tmp_path / "context", "FROM gone\n", "FROM base\nCOPY file /a\n", "FROM base\nCOPY file /b\n"
-    )
-    images, said = Images(ImageStore(tmp_path / "store"), builder=Builder()), list[str]()
-    images.say, images.foretell = said.append, foretelling(images, None)
-    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path))
-    mapping = ImageMapping({"base": base}, tmp_path)
-    assert list(images.resolve_all(requests[:2], mapping, failures={})) == ["image 1"]
-    assert said[0] == "layers: 1 to be made, 0 to be fetched"
-    assert said[1].startswith("store: at least ")
-    images.builder = Builder()
-    said.clear()
-    cache = default_scratch() / "cache"
-    cache.mkdir(exist_ok=True)
-    (cache / "images").write_text("")  # it cannot be listed
-    with pytest.raises(OSError, match="images"):
-        forecaster(images)
-    assert list(images.resolve_all(requests[2:], mapping)) == ["image 2"]
+def test_a_share_is_cut_across_sources_and_leaves_none_out(tmp_path: Path) -> None:
+    mapping, registries = ImageMapping({}, tmp_path), Registries({})
+    parts = [
+        Wanted([ImageRequest(f"{part} {number}") for number in range(count)], mapping, None, registries)
+        for part, count in enumerate((3, 0, 37, 1))
+    ]
+    everything = [request.name for part in parts for request in part.requests]
+    for shares in (1, 2, 16, 100):
+        cut = [share_of(parts, number, shares) for number in range(1, shares + 1)]
+        names = [[request.name for part in share for request in part.requests] for share in cut]
+        assert [name for share in names for name in share] == everything
+        assert max(map(len, names)) - min(map(len, names)) <= 1
 
 
 @pytest.fixture

@@ -618,7 +618,7 @@ def test_a_default_that_a_base_image_might_know_better_is_told(small_rootfs: str
 def test_without_an_overlay_a_chain_is_laid_out_once_for_all_its_steps(
     small_rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     laid: list[str] = []
 
     async def counted(prefix: Sequence[str], *words: str, said: object = None) -> str:

@@ -78,7 +78,8 @@ async def look(sandbox: ApptainerSandbox) -> str:
 def test_an_image_of_layers_is_the_same_whichever_way_a_node_takes_it(
     base_sif: Path, rootfs: str, scratch: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str, base: str
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", way)
+    if way == "copy":
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     image = add_image(store, str(base_sif) if base == "sif" else rootfs, CHAIN, SETTINGS)
     assert within(image, scratch, look) == SEEN + "hello /app/bin\n"
 
@@ -139,7 +140,7 @@ def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
     rootfs: str, scratch: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """gawk is one layer's, grep another's over it, tee and sort the base's, and cat is where a layer put nothing."""
-    monkeypatch.setenv("MEGAFLOW_LAYER", way)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if way == "copy" else "")
     layers: list[Entries] = [
         {
             "usr/bin/": "",
@@ -162,18 +163,17 @@ def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
     assert within(add_image(store, rootfs, layers), scratch, use) == "gawk of a layer\ngrep of a layer\nb\n"
 
 
-def test_a_snapshot_and_a_sandbox_that_stands_by_have_the_layers(
+def test_a_snapshot_and_a_reset_sandbox_have_the_layers(
     rootfs: str, scratch: Path, store: ImageStore, tmp_path: Path
 ) -> None:
     image = add_image(store, rootfs, CHAIN, SETTINGS)
 
     async def main() -> None:
-        spec = SandboxSpec(image, mode="persistent")
+        spec = SandboxSpec(image)
         async with ApptainerProvider(scratch) as provider:
             async with await provider.start(spec) as first:
                 await first.exec("rm /app/one; echo mine > /app/mine")
                 kept = await first.snapshot(tmp_path / "kept")
-                assert await provider.standing_by(spec)
                 await first.reset()
                 assert (await first.exec(LOOK)).stdout == SEEN
             async with await provider.start(spec, kept) as second:

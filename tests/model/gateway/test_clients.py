@@ -177,7 +177,7 @@ async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
                 await wrong_too.messages.create(model="m", messages=user, max_tokens=1)
         with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
             await ai.responses.create(model="m", input="a", previous_response_id="resp_1")
-        with pytest.raises(anthropic.BadRequestError, match="max_tokens: expected a positive integer") as bad:
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens: expected `int` >= 1") as bad:
             await an.messages.create(model="m", messages=user, max_tokens=0)
         assert bad.value.body["error"]["type"] == "invalid_request_error"
         assert not gateway.call_failure(ID)

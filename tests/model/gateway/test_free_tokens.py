@@ -12,7 +12,8 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
-from megaflow_hpc.model.gateway.dialects.options import CAUSES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from megaflow_hpc.model.gateway.dialects import TABLES
+from megaflow_hpc.model.gateway.dialects.options import CAUSES, CHAT
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
@@ -93,14 +94,6 @@ ASKED: Mapping[str, dict[str, Any]] = {
     "/completions": {"prompt": "hello"},
     "/messages": {"messages": conversation("hello"), "max_tokens": 100},
     "/responses": {"input": "hello"},
-}
-
-
-TABLES = {
-    "/chat/completions": CHAT,
-    "/completions": COMPLETIONS,
-    "/messages": MESSAGES,
-    "/responses": RESPONSES,
 }
 
 

@@ -113,6 +113,13 @@ def test_circles_are_refused_in_tools_that_are_only_offered(schema: dict[str, An
             converted(path, body)
 
 
+def test_a_count_of_thousands_of_digits_is_refused() -> None:
+    """Python converts no text of more than 4,300 digits to an integer."""
+    for path, body in requests({"type": "string", "pattern": "a{" + "9" * 5000 + "}"}):
+        with pytest.raises(BadRequest, match="too large to compile"):
+            converted(path, body)
+
+
 def test_a_tool_that_is_only_offered_may_name_what_is_elsewhere() -> None:
     for schema in NOWHERE:
         for path, body in requests(schema, forced=False):

@@ -24,7 +24,6 @@ from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.headings import HeadingFields
 from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.ledgers import AnyTasks, Clock, rollouts
@@ -48,7 +47,11 @@ class Journal:
         self.appended: list[bytes] = []
         self.durable = 0
 
-    def append(self, record: bytes, heading: HeadingFields) -> int:
+    @property
+    def committed(self) -> int:
+        return self.durable
+
+    def append(self, record: bytes) -> int:
         self.appended.append(record)
         return len(record)
 

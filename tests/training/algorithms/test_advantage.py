@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms import advantages
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 from tests.support.groups import group, groups, sample
 
 
-def valued(groups: list[Group], **advantage: Any) -> dict[str, float]:
+def valued(groups: list[SampleGroup], **advantage: Any) -> dict[str, float]:
     found = advantages(PolicyTraining.model_validate({"advantage": advantage}), groups)
     return {id: value for id, (value, _) in found.items()}
 
@@ -36,20 +36,20 @@ def test_each_kind(kind: str, expected: list[float]) -> None:
 
 
 def test_groups_are_compared_within_and_survivors_among_themselves() -> None:
-    whole = Group("b/p", "b", (sample("b/p", 0, 1.0), sample("b/p", 1, math.nan), sample("b/p", 2, 0.0)))
+    whole = SampleGroup("b/p", "b", (sample("b/p", 0, 1.0), sample("b/p", 1, math.nan), sample("b/p", 2, 0.0)))
     found = valued([group([4, 2], "a/p"), whole])
     assert found == {"a/p/0": 1.0, "a/p/1": -1.0, "b/p/0": 0.5, "b/p/2": -0.5}
 
 
 def test_penalties_count_and_weights_are_handed_on() -> None:
-    there = Group("a/p", "a", (sample("a/p", 0, 1.0), sample("a/p", 1, 1.0, penalty=-0.5, weight=0.0)))
+    there = SampleGroup("a/p", "a", (sample("a/p", 0, 1.0), sample("a/p", 1, 1.0, penalty=-0.5, weight=0.0)))
     assert advantages(PolicyTraining(), [there]) == {"a/p/0": (0.25, 1.0), "a/p/1": (-0.25, 0.0)}
 
 
-def two_rewards() -> Group:
+def two_rewards() -> SampleGroup:
     """Tests differ by 2, style by 1: GDPO's point is that the sums 0, 1, 2, 3 hide which is which."""
     rows = [(0.0, 0.0), (0.0, 1.0), (2.0, 0.0), (2.0, 1.0)]
-    return Group(
+    return SampleGroup(
         "a/p",
         "a",
         tuple(sample("a/p", i, t, rewards={"tests": t, "style": s}) for i, (t, s) in enumerate(rows)),
@@ -68,7 +68,7 @@ def test_several_rewards_apart_are_normalised_each_and_then_over_the_batch() -> 
 
 
 def test_apart_a_penalty_is_one_more_reward() -> None:
-    there = Group(
+    there = SampleGroup(
         "a/p",
         "a",
         (sample("a/p", 0, 1.0, rewards={"tests": 1.0}), sample("a/p", 1, 1.0, rewards={"tests": 1.0}, penalty=-0.5)),
@@ -79,7 +79,7 @@ def test_apart_a_penalty_is_one_more_reward() -> None:
 
 def test_whitening_counts_tokens() -> None:
     """Advantages 1 and -1 of 30 and 10 tokens: mean 0.5, deviation sqrt(0.75)."""
-    there = Group("a/p", "a", (sample("a/p", 0, 2.0, tokens=30), sample("a/p", 1, 0.0, tokens=10)))
+    there = SampleGroup("a/p", "a", (sample("a/p", 0, 2.0, tokens=30), sample("a/p", 1, 0.0, tokens=10)))
     found = valued([there], kind="dr_grpo", whiten=True)
     assert list(found.values()) == pytest.approx([0.5 / 0.75**0.5, -1.5 / 0.75**0.5], abs=1e-5)
 
@@ -100,7 +100,7 @@ KINDS = st.sampled_from(["grpo", "dr_grpo", "rloo", "median"])
 
 @settings(max_examples=60, deadline=None)
 @given(groups(), KINDS, st.booleans())
-def test_no_reward_that_is_missing_reaches_an_advantage(there: list[Group], kind: str, whiten: bool) -> None:
+def test_no_reward_that_is_missing_reaches_an_advantage(there: list[SampleGroup], kind: str, whiten: bool) -> None:
     found = valued(there, kind=kind, whiten=whiten)
     assert all(math.isfinite(value) for value in found.values())
     assert found.keys() == {s.id for g in there for s in g.samples if s.verified}
@@ -109,10 +109,10 @@ def test_no_reward_that_is_missing_reaches_an_advantage(there: list[Group], kind
 @settings(max_examples=60, deadline=None)
 @given(groups(), KINDS, st.booleans(), st.randoms(use_true_random=False))
 def test_the_order_of_groups_and_samples_says_nothing(
-    there: list[Group], kind: str, whiten: bool, shuffle: Any
+    there: list[SampleGroup], kind: str, whiten: bool, shuffle: Any
 ) -> None:
     mixed = [g.only(tuple(shuffle.sample(g.samples, len(g.samples)))) for g in there]
-    mixed = [Group(g.id, g.task, tuple(shuffle.sample(g.samples, len(g.samples)))) for g in mixed]
+    mixed = [SampleGroup(g.id, g.task, tuple(shuffle.sample(g.samples, len(g.samples)))) for g in mixed]
     shuffle.shuffle(mixed)
     one, other = (valued(handed, kind=kind, whiten=whiten) for handed in (there, mixed))
     assert one.keys() == other.keys()

@@ -18,11 +18,10 @@ from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms import Choice, choose
-from megaflow_hpc.training.algorithms.samples import Group
+from megaflow_hpc.training.algorithms.samples import SampleGroup
 from tests.support.groups import failed, group, groups, sample
 
 STEPS: list[Any] = [
-    "keep_all",
     {"penalty": {"unfinished": -0.5}},
     {"overlong": {"longest": 100, "buffer": 50}},
     "mask_unfinished",
@@ -30,7 +29,7 @@ STEPS: list[Any] = [
     "zero_variance",
     {"pass_rate": {"range": [0.2, 0.8]}},
     {"staleness": {"max": 2}},
-    {"replay": {"ratio": 0.5, "size": 3, "select": "random"}},
+    {"replay": {"ratio": 0.5, "size": 3}},
 ]
 
 
@@ -38,7 +37,7 @@ def training(*data: Any) -> TrainingConfig:
     return TrainingConfig.model_validate({"policies": {"p": {}}, "data": list(data)})
 
 
-def chosen(data: Sequence[Any], there: Sequence[Group], version: int = 0, want: int = 99, **more: Any) -> Choice:
+def chosen(data: Sequence[Any], there: Sequence[SampleGroup], version: int = 0, want: int = 99, **more: Any) -> Choice:
     return choose(training(*data), there, version=version, want=want, **more)
 
 
@@ -48,11 +47,10 @@ def chosen(data: Sequence[Any], there: Sequence[Group], version: int = 0, want: 
 def test_without_steps_every_group_is_taken() -> None:
     there = [group([0, 1], "a/p"), group([1, 1], "b/p")]
     assert chosen([], there).taken == tuple(there)
-    assert chosen(["keep_all"], there).taken == tuple(there)
 
 
 def test_what_infrastructure_failed_leaves_its_group() -> None:
-    whole = Group(
+    whole = SampleGroup(
         "a/p",
         "a",
         (
@@ -86,7 +84,7 @@ def test_shuffled_rewards_are_as_many_as_before_and_say_nothing_of_who_earned_th
 
 
 def test_a_group_of_one_survivor_is_dropped_whole() -> None:
-    choice = chosen([], [Group("a/p", "a", (sample("a/p", 0, 1.0), failed("a/p", 1, "node")))])
+    choice = chosen([], [SampleGroup("a/p", "a", (sample("a/p", 0, 1.0), failed("a/p", 1, "node")))])
     assert choice.taken == ()
     assert choice.drops == {"a/p/1": "failed: node", "a/p": "fewer than two samples"}
 
@@ -98,7 +96,7 @@ def test_groups_with_equal_rewards_are_dropped() -> None:
 
 
 def test_a_penalty_before_the_filter_makes_rewards_differ() -> None:
-    equal = Group("a/p", "a", (sample("a/p", 0, 0.0), sample("a/p", 1, 0.0, status="truncated")))
+    equal = SampleGroup("a/p", "a", (sample("a/p", 0, 0.0), sample("a/p", 1, 0.0, status="truncated")))
     penalty = {"penalty": {"unfinished": -0.5}}
     assert [s.penalty for s in chosen([penalty, "zero_variance"], [equal]).taken[0].samples] == [0.0, -0.5]
     assert chosen(["zero_variance", penalty], [equal]).drops == {"a/p": "zero variance"}
@@ -107,13 +105,13 @@ def test_a_penalty_before_the_filter_makes_rewards_differ() -> None:
 def test_long_rollouts_are_punished_softly() -> None:
     """DAPO's numbers: 16,384 tokens free, 4,096 more until the whole penalty."""
     lengths = [16384, 17408, 18432, 20480, 30000]
-    there = Group("a/p", "a", tuple(sample("a/p", i, 1.0, tokens=n) for i, n in enumerate(lengths)))
+    there = SampleGroup("a/p", "a", tuple(sample("a/p", i, 1.0, tokens=n) for i, n in enumerate(lengths)))
     step = {"overlong": {"longest": 20480, "buffer": 4096}}
     assert [s.penalty for s in chosen([step], [there]).taken[0].samples] == [0, -0.25, -0.5, -1, -1]
 
 
 def test_unfinished_rollouts_can_be_left_untrained() -> None:
-    there = Group("a/p", "a", (sample("a/p", 0, 1.0), sample("a/p", 1, 0.0, status="truncated")))
+    there = SampleGroup("a/p", "a", (sample("a/p", 0, 1.0), sample("a/p", 1, 0.0, status="truncated")))
     assert [s.weight for s in chosen(["mask_unfinished"], [there]).taken[0].samples] == [1.0, 0.0]
 
 
@@ -129,16 +127,15 @@ def test_groups_outside_a_range_of_pass_rates_are_dropped(bounds: list[Any], kep
 
 
 def test_samples_that_are_too_old_leave_their_group() -> None:
-    there = Group("a/p", "a", tuple(sample("a/p", i, float(i), oldest=i) for i in range(4)))
+    there = SampleGroup("a/p", "a", tuple(sample("a/p", i, float(i), oldest=i) for i in range(4)))
     choice = chosen([{"staleness": {"max": 2}}], [there], version=4)
     assert [s.index for s in choice.taken[0].samples] == [2, 3]
     assert choice.drops == {"a/p/0": "stale", "a/p/1": "stale"}
 
 
-def test_groups_with_the_oldest_tokens_come_first_unless_in_order_of_completion() -> None:
+def test_groups_with_the_oldest_tokens_come_first() -> None:
     there = [group([0, 1], "new/p", oldest=3, time_ns=1), group([0, 1], "old/p", oldest=2, time_ns=9)]
     assert [g.task for g in chosen([], there).taken] == ["old", "new"]
-    assert [g.task for g in chosen([{"staleness": {"order": "fifo"}}], there, 3).taken] == ["new", "old"]
 
 
 def test_a_step_settles_as_many_groups_as_are_wanted_and_leaves_the_rest() -> None:
@@ -156,12 +153,12 @@ def test_named_rewards_have_to_be_known_and_have_to_differ() -> None:
         sample("a/p", 1, 1.0, rewards={"tests": 1.0, "style": 0.5}),
         sample("a/p", 2, 1.0, rewards={"tests": 1.0}),
     )
-    choice = chosen(["zero_variance"], [Group("a/p", "a", here)], advantage=both)
+    choice = chosen(["zero_variance"], [SampleGroup("a/p", "a", here)], advantage=both)
     assert choice.drops == {}
     assert len(choice.taken[0].samples) == 3, "one whose verifier did not name all has 0 there, and stays"
-    assert chosen(["zero_variance"], [Group("a/p", "a", here[1:])], advantage=both).drops == {}
+    assert chosen(["zero_variance"], [SampleGroup("a/p", "a", here[1:])], advantage=both).drops == {}
     alone = AdvantageConfig(rewards={"tests": 1.0})
-    assert chosen(["zero_variance"], [Group("a/p", "a", here)], advantage=alone).drops == {"a/p": "zero variance"}
+    assert chosen(["zero_variance"], [SampleGroup("a/p", "a", here)], advantage=alone).drops == {"a/p": "zero variance"}
 
 
 def test_a_reward_that_nobody_gives_is_an_error_with_the_names_that_there_are() -> None:
@@ -191,7 +188,7 @@ def test_the_latest_groups_are_replayed_once_as_a_share_of_the_step() -> None:
 
 def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() -> None:
     steps = [{"penalty": {"unfinished": -0.5}}, "mask_unfinished", {"replay": {"ratio": 0.5, "size": 9}}]
-    raw = [Group("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
+    raw = [SampleGroup("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
     taken = chosen(steps, raw).taken
     for before in (raw, taken):
         again = chosen(steps, [group([0, 1], "new/p")], replayed=before).replayed
@@ -218,7 +215,7 @@ def everything(choice: Choice) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(groups(), groups(), some_steps, st.integers(0, 8), st.integers(0, 6), st.integers(0, 9))
 def test_nothing_is_lost_taken_twice_or_too_old(
-    there: list[Group], used: list[Group], steps: list[Any], version: int, want: int, seed: int
+    there: list[SampleGroup], used: list[SampleGroup], steps: list[Any], version: int, want: int, seed: int
 ) -> None:
     before = [replace(g, id=f"before-{g.id}") for g in used]
     choice = chosen(steps, there, version, want, replayed=before, random=np.random.default_rng(seed))
@@ -246,7 +243,7 @@ def test_nothing_is_lost_taken_twice_or_too_old(
 @settings(max_examples=60, deadline=None)
 @given(groups(), some_steps, st.integers(0, 8), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_the_order_of_what_is_handed_in_says_nothing(
-    there: list[Group], steps: list[Any], version: int, want: int, shuffle: Any
+    there: list[SampleGroup], steps: list[Any], version: int, want: int, shuffle: Any
 ) -> None:
     mixed = list(there)
     shuffle.shuffle(mixed)
@@ -260,15 +257,15 @@ def test_the_order_of_what_is_handed_in_says_nothing(
 
 @settings(max_examples=60, deadline=None)
 @given(groups(), st.integers(0, 8))
-def test_filters_of_whole_groups_commute(there: list[Group], version: int) -> None:
-    filters = ["zero_variance", {"pass_rate": {"range": [0.2, 0.8]}}, "keep_all"]
+def test_filters_of_whole_groups_commute(there: list[SampleGroup], version: int) -> None:
+    filters = ["zero_variance", {"pass_rate": {"range": [0.2, 0.8]}}]
     results = [chosen(order, there, version) for order in (filters, filters[::-1], [filters[1], filters[0]])]
     assert all(a.taken == b.taken and a.drops.keys() == b.drops.keys() for a, b in pairwise(results))
 
 
 @settings(max_examples=60, deadline=None)
 @given(groups())
-def test_amounts_add_up_in_any_order(there: list[Group]) -> None:
+def test_amounts_add_up_in_any_order(there: list[SampleGroup]) -> None:
     added = [{"penalty": {"unfinished": -0.5}}, {"overlong": {"longest": 100, "buffer": 50}}, "mask_unfinished"]
     one, other = chosen(added, there), chosen(added[::-1], there)
     assert [(s.id, s.weight) for g in one.taken for s in g.samples] == [

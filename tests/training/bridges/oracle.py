@@ -20,7 +20,7 @@ import numpy as np
 import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.training.bridges import areal, prime_rl, verl
-from megaflow_hpc.training.bridges.rows import Row, rows
+from megaflow_hpc.training.bridges.rows import TrainerRow, rows
 from megaflow_hpc.training.step import Step
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
 from tests.support.bridges import first_step
@@ -28,7 +28,7 @@ from tests.support.bridges import first_step
 CLIP = (0.1, 0.3)
 
 
-def judged(row: Row, policy: int) -> Any:
+def judged(row: TrainerRow, policy: int) -> Any:
     """Log-probabilities of a sequence's tokens by a policy near the engine's; some leave the clip."""
     draw = np.random.default_rng([policy, *row.rollout.id.encode()])
     return torch.tensor(np.minimum(row.logprobs + 0.25 * draw.standard_normal(len(row.tokens)), 0), dtype=torch.float64)
@@ -179,7 +179,7 @@ def check_prime_rl(step: Step) -> None:
     from prime_rl.trainer.rl.loss import compute_loss, setup_rl_loss_fn  # type: ignore[import-not-found]
     from prime_rl.transports.rollouts.types import MicroBatch  # type: ignore[import-not-found]
 
-    assert MicroBatch.__struct_fields__ == prime_rl.MicroBatch.__struct_fields__
+    assert MicroBatch.__struct_fields__ == prime_rl.PrimeMicroBatch.__struct_fields__
     batches = [batch for rank in prime_rl.grid(step, 64, 1, "sample") for batch in rank]
     with tempfile.TemporaryDirectory() as folder:
         prime_rl.hand_over(Path(folder), 1, [batches])

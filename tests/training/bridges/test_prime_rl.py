@@ -22,7 +22,7 @@ from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training import dataflow
 from megaflow_hpc.training.bridges import prime_rl
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.plan import Commit, Plan, TrainingFiles
+from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
 from tests.support.bridges import TRAINING, first_step, meanwhile, pods
 from tests.support.tensors import safetensors
 from tests.support.training import training_run
@@ -86,7 +86,7 @@ class Trainer:
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime_rl, "POLL_S", 0.02)
-    monkeypatch.setattr(dataflow, "POLL_S", 0.02)
+    monkeypatch.setattr(dataflow, "MAX_POLL_S", 0.02)
 
 
 def serve(run: RunDir, output: Path, *more: str) -> int:
@@ -94,11 +94,11 @@ def serve(run: RunDir, output: Path, *more: str) -> int:
 
 
 def test_the_fields_are_those_of_the_pinned_source_in_their_order() -> None:
-    ours = msgspec.structs.fields(prime_rl.MicroBatch)
+    ours = msgspec.structs.fields(prime_rl.PrimeMicroBatch)
     assert [(field.name, field.type) for field in ours if field.required] == PINNED
     assert [field.name for field in ours if not field.required] == OPTIONAL
     assert all(field.default is None for field in ours if not field.required)
-    assert prime_rl.MicroBatch.__struct_config__.array_like
+    assert prime_rl.PrimeMicroBatch.__struct_config__.array_like
     assert prime_rl.__doc__ is not None
     assert COMMIT in prime_rl.__doc__
 
@@ -117,7 +117,7 @@ def test_every_step_reaches_their_trainer_and_its_weights_become_the_next_versio
         assert Path(version.path, "model.safetensors").read_bytes() == safetensors(trainer.weights[number])
         assert not Path(version.path, "STABLE").exists()
     assert version.ordinal == 3
-    plan = files.read(Plan, 3)
+    plan = files.read(StepPlan, 3)
     assert plan is not None
     batches = [b for data in trainer.received[2] for b in msgspec.msgpack.decode(data, type=list[Theirs])]
     sampled = sum(sum(b.loss_mask) for b in batches)
@@ -181,7 +181,7 @@ def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_n
     assert [path.name for path in kept.iterdir()] == [str(steps)]  # no half-copied weights are left
     for number, received in enumerate(trainer.received, 1):
         assert [(output / f"rollouts/step_{number}/rank_0.bin").read_bytes()] == received
-    plans = [TrainingFiles(run, "default").read(Plan, number) for number in range(1, steps + 1)]
+    plans = [TrainingFiles(run, "default").read(StepPlan, number) for number in range(1, steps + 1)]
     trained = [rollout.id for plan in plans if plan for rollout in plan.rollouts]
     assert len(trained) == len(set(trained)) == steps * 2 * 3
 
@@ -254,13 +254,13 @@ def test_a_broadcast_whose_mark_seems_older_is_taken_once_nothing_changes(
     ("changes", "said"),
     [
         ({"policies": {"default": {"loss": {"epochs": 2}}}}, "leave out epochs and minibatch"),
-        ({"policies": {"default": {"loss": {"minibatch": {"tasks": 1}}}}}, "leave out epochs and minibatch"),
+        ({"policies": {"default": {"loss": {"minibatch": 1}}}}, "leave out epochs and minibatch"),
     ],
 )
 def test_several_optimizer_steps_in_a_step_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     run = training_run(tmp_path / "run", {**TRAINING, **changes})
     with pytest.raises(ConfigError, match=said):
-        prime_rl.Bridge(Dataflow(run), tmp_path / "prime", 1, 64, print)
+        prime_rl.PrimeBridge(Dataflow(run), tmp_path / "prime", 1, 64, print)
 
 
 def test_files_of_another_run_are_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,4 +286,4 @@ def test_what_was_begun_with_other_ranks_is_not_gone_on_with(tmp_path: Path) -> 
         assert serve(run, output) == 0
     assert serve(run, output) == 0  # nothing is left to do
     with pytest.raises(ConfigError, match="go on as it was begun"):
-        prime_rl.Bridge(Dataflow(run), output, 2, 64, print)
+        prime_rl.PrimeBridge(Dataflow(run), output, 2, 64, print)

@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch  # type: ignore[import-not-found]
-
-from megaflow_hpc.bench.figures import Figure, median, report
 from megaflow_hpc.cli.bench import page
-from megaflow_hpc.training.trainer import checkpoint
-from megaflow_hpc.training.trainer.model import Policy, Ranks, load
-from megaflow_hpc.training.trainer.optimizer import Optimizer
 
-GPU = Ranks(0, 1, torch.device("cuda", 0))
+from megaflow_hpc.training.trainer import checkpoint
+from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load
+from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.bench.figures import Figure, median, report
+
+GPU = ProcessGroup(0, 1, torch.device("cuda", 0))
 WORDS = 151_936
 """In the vocabulary of Qwen3."""
 SMALL, FEW = 2, 8192
@@ -63,7 +63,7 @@ def make(folder: Path, layers: int, words: int, dtype: str) -> Path:
 
 
 def row(tokens: int, words: int, seed: int = 0) -> tuple[Any, Any, list[int], Any]:
-    """A packed row of about so many tokens, as :class:`~megaflow_hpc.training.trainer.model.Policy` takes it."""
+    """A packed row of about so many tokens, as :class:`~megaflow_hpc.training.trainer.model.PolicyModel` takes it."""
     draw = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -94,14 +94,14 @@ def ceiling() -> float:
     return 2 * 8192**3 / statistics.median(seconds(lambda _: a @ b, 20))
 
 
-def learn(policy: Policy, rows: list[Any], number: int) -> None:
+def learn(policy: PolicyModel, rows: list[Any], number: int) -> None:
     """The forward and the backward pass of a row."""
     logprobs, entropies = policy(*rows[number])
     (logprobs.sum() + 0.01 * entropies.sum()).backward()
 
 
 @torch.no_grad()
-def judge(policy: Policy, rows: list[Any], number: int) -> None:
+def judge(policy: PolicyModel, rows: list[Any], number: int) -> None:
     """The forward pass of a row."""
     policy(*rows[number])
 
@@ -178,7 +178,7 @@ def moved(optimizer: Optimizer) -> list[Figure]:
 
 
 @torch.no_grad()
-def alone(policy: Policy, taken: Any) -> Any:
+def alone(policy: PolicyModel, taken: Any) -> Any:
     """Log-probabilities of a row, each sequence by itself, without packing."""
     tokens, positions, offsets, _ = taken
     found = torch.zeros(len(tokens), device=tokens.device)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.rundir.weights import current, versions
-from megaflow_hpc.training.plan import Commit, Plan, TrainingFiles
+from megaflow_hpc.training.plan import Commit, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.places import ROOT
 from tests.support.torch_ranks import engine_python, run_ranks
@@ -199,7 +199,7 @@ def main():
     result, runs, ends = {}, {}, {}
     cases = {
         "plain": {},
-        "several": {"loss": {"kind": "grpo", "epochs": 2, "minibatch": {"tasks": 1}}},
+        "several": {"loss": {"kind": "grpo", "epochs": 2, "minibatch": 1}},
         "m2po": {"loss": {"kind": "m2po", "entropy": 0.01, "epochs": 2}},
     }
     if ranks.first:
@@ -408,7 +408,7 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
         over.set()
         at_work.join()
     files = TrainingFiles(run, "default")
-    assert files.numbers(Plan) == files.numbers(Commit) == [1, 2, 3, 4, 5, 6]
+    assert files.numbers(StepPlan) == files.numbers(Commit) == [1, 2, 3, 4, 5, 6]
     assert [version.token for version in versions(run)][-1] == "step-000006"
     assert any((files.path / "tensorboard").iterdir())
     (shard,) = (files.checkpoints / "6").glob("*.safetensors")

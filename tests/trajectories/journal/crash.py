@@ -2,13 +2,11 @@
 
     python -m tests.trajectories.journal.crash --kills 200 --seed 1
 
-Each trial starts a writer that appends trajectories in group commits, rotates its journal every few hundred kB with
-shards in a child, and says on a pipe which rollouts were acknowledged. It stops itself at a point drawn from: before a
-write, in the middle of one (part of the bytes are in the file), before an fsync, behind it but before anybody was told,
-before or in a write of the table of contents, in the making of a next part, and while a gather is being written. There
-the parent kills it. Then the journal, and a file gathered from what is left, must hold every acknowledged rollout, each
-rollout once, and whole; and whoever takes the block over must find the same stored, by the table of contents and
-without it.
+Each trial starts a writer that appends trajectories in group commits and reports on a pipe which rollouts were
+acknowledged. It stops itself at a point drawn from: before a write, in the middle of a write (part of the bytes are in
+the file), before an fsync, after an fsync but before it reports, and while it writes a gathered file. There the parent
+kills it. Then the journal, and a file gathered from what is left, must contain every acknowledged rollout, each rollout
+once, and whole. A pod that takes over the block must find the same rollouts stored.
 """
 
 from __future__ import annotations
@@ -28,18 +26,12 @@ import h5py
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, gather, validate
-from megaflow_hpc.trajectories.journal.contents import SUFFIX, contents_path
-from megaflow_hpc.trajectories.journal.shards import write_shard
 from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
 from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.samples import run_dir, trajectory
 
-WINDOWS = (
-    *("before write", "in write", "before fsync", "behind fsync", "before contents", "in contents"),
-    *("in rotation", "in shard", "in gather"),
-)
-ROTATE = 60_000
+WINDOWS = ("before write", "in write", "before fsync", "behind fsync", "in gather")
 
 
 def writer(path: Path, seed: int, window: str) -> None:
@@ -47,7 +39,7 @@ def writer(path: Path, seed: int, window: str) -> None:
     draw = random.Random(seed)
     run = RunDir(path)
     countdown = draw.randint(1, 12)
-    real_pwrite, real_fsync, real_open = os.pwrite, os.fsync, os.open
+    real_pwrite, real_fsync = os.pwrite, os.fsync
     armed = False
 
     def halt() -> None:
@@ -62,10 +54,9 @@ def writer(path: Path, seed: int, window: str) -> None:
         return countdown <= 0
 
     def pwrite(file: int, data: bytes, place: int) -> int:
-        what = "contents" if os.readlink(f"/proc/self/fd/{file}").endswith(SUFFIX) else "write"
-        if due(f"before {what}"):
+        if due("before write"):
             halt()
-        if due(f"in {what}"):
+        if due("in write"):
             part = draw.randint(1, max(1, len(data) - 1))
             real_pwrite(file, memoryview(data)[:part], place)
             halt()
@@ -78,16 +69,8 @@ def writer(path: Path, seed: int, window: str) -> None:
         if due("behind fsync"):
             halt()
 
-    def open_(file: str, flags: int, *rest: int) -> int:
-        found = real_open(file, flags, *rest)
-        if flags & os.O_CREAT and "+" in str(file) and due("in rotation"):
-            halt()
-        return found
-
-    finished: list[Path] = []
-    countdown = {"in rotation": 1}.get(window, countdown)
-    with JournalWriter(run.journal_file("pod", "0"), ROTATE, finished.append) as journal:
-        os.pwrite, os.fsync, os.open = pwrite, fsync, open_  # type: ignore[assignment]
+    with JournalWriter(run.journal_file("pod", "0")) as journal:
+        os.pwrite, os.fsync = pwrite, fsync  # type: ignore[assignment]
         armed = True
         number = 0
         while True:
@@ -97,18 +80,15 @@ def writer(path: Path, seed: int, window: str) -> None:
                 number += 1
             journal.commit()
             os.write(1, b"ack %d\n" % number)
-            if number > 60 and window in ("in shard", "in gather"):
+            if number > 60 and window == "in gather":
                 from megaflow_hpc.trajectories.hdf5 import writer as module
 
                 module.TrajectoryWriter.close = lambda _: halt()  # type: ignore[method-assign, misc, assignment]
-                if window == "in shard" and finished:
-                    write_shard(run, finished[0])
-                elif window == "in gather":
-                    gather(run)
+                gather(run)
 
 
 def stored(run: RunDir) -> tuple[int, set[str]]:
-    """The seal of the journal, and what a successor finds stored within."""
+    """Returns the seal of the journal, and the rollouts that a successor finds stored within."""
     found = StoredRollouts(run)
     sealed = found.length("pod.0")
     return sealed, found.ids(0, [Holding(0, "pod.0", sealed)])
@@ -137,17 +117,16 @@ def trial(path: Path, seed: int, window: str) -> tuple[int, int, int]:
             raise RuntimeError(f"seed {seed}, {window}: the writer ended by itself ({process.returncode})")
     expected = {trajectory(n).id for n in range(acknowledged)}
     lost = doubled = 0
-    told = stored(run)
-    contents_path(run.journal_file("pod", "0")).unlink(missing_ok=True)
-    assert told == stored(run), "a table of contents tells of other rollouts than its journal"
-    lost = len(expected - told[1])
-    for path_read in (None, False, True):  # the journals alone; gathered; gathered anew from the journals
-        if path_read is None:
+    sealed, found_stored = stored(run)
+    assert sealed <= run.journal_file("pod", "0").stat().st_size
+    lost = len(expected - found_stored)
+    for gathered in (False, True):
+        if not gathered:
             found = index(run, {})
             ids = [entry.id for entry in found.winners]
             assert all(same(found.load(entry), trajectory(n)) for n, entry in enumerate(found.winners))
         else:
-            file = gather(run, rebuild=path_read)
+            file = gather(run)
             assert validate(file) == []
             with h5py.File(file) as opened:
                 ids = list(opened["trajectories/id"].asstr()[:])

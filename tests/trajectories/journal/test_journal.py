@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories import JournalWriter, read_journal, valid_length
+from megaflow_hpc.trajectories import JournalWriter, read_journal
 from megaflow_hpc.trajectories.journal.frames import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -38,6 +38,12 @@ values = st.recursive(
 def write(path: Path, records: list[dict]) -> list[int]:
     with JournalWriter(path) as journal:
         return [journal.append(record) for record in records]
+
+
+def valid_length(path: Path) -> int:
+    """Returns the offset behind the last whole record."""
+    ends = [frame.end for frame in read_frames(path, tolerant=True)]
+    return ends[-1] if ends else min(HEADER_SIZE, path.stat().st_size)
 
 
 def numbers(path: Path, **options) -> list[int]:
@@ -154,7 +160,6 @@ def test_files_that_are_no_journal_are_named(tmp_path):
         numbers(foreign)
     with pytest.raises(ConfigError, match="cannot be read"):
         numbers(tmp_path / "absent")
-    assert valid_length(tmp_path / "absent") == 0
     newer = tmp_path / "newer"
     write(newer, [{"n": 1}])
     import struct

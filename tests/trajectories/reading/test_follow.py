@@ -15,6 +15,7 @@ from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.trajectories import JournalWriter, follow, gather, open_trajectories
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.types import Rollout
+from tests.support.journals import PartedWriter
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -111,7 +112,7 @@ def test_what_lies_behind_a_seal_is_never_given(run):
 
 def test_what_lies_behind_a_seal_is_never_given_after_a_cursor_either(run):
     seals = {}
-    journal = JournalWriter(run.journal_file("a", "0"), rotate_bytes=2000)
+    journal = PartedWriter(run.journal_file("a", "0"), 2000)
     journal.append(record(1, block=3))
     first = Follower(run, seals=lambda: seals)
     seals[3, 0] = ("a.0", journal.commit())
@@ -131,7 +132,7 @@ def test_what_lies_behind_a_seal_is_never_given_after_a_cursor_either(run):
 def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
     """Journals grow, are sealed, split and added while one follower after the other takes over from a cursor."""
     draw, seals, cursor, seen = random.Random(5), {}, None, []
-    writers: list[JournalWriter | None] = [None] * 3
+    writers: list[PartedWriter | None] = [None] * 3
     epochs = [-1] * 3
     became: dict[int, str] = {}
 
@@ -153,7 +154,7 @@ def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
                 writer.close()
             epochs[block] += 1
             path = run.journal_file(f"pod-{block}-{epochs[block]}", "0")
-            writer = writers[block] = JournalWriter(path, rotate_bytes=4000)
+            writer = writers[block] = PartedWriter(path, 4000)
         failed = [number for number, status in became.items() if status == "failed"]
         number = draw.choice(failed) if failed and draw.random() < 0.2 else len(became)
         became[number] = "failed" if draw.random() < 0.3 else "completed"
@@ -191,10 +192,10 @@ def test_a_torn_record_is_waited_for(run):
     assert seen + ids(follower.poll()) == ["task/default/1", "task/default/2"]
 
 
-def test_rotated_journals_are_followed(run):
+def test_journals_in_parts_are_followed(run):
     follower = Follower(run)
     seen = []
-    with JournalWriter(run.journal_file("a", "0"), rotate_bytes=2000) as journal:
+    with PartedWriter(run.journal_file("a", "0"), 2000) as journal:
         for number in range(30):
             journal.append(record(number))
             journal.commit()
@@ -223,7 +224,7 @@ def test_bytes_are_read_once(run, resumed):
     """A look costs what is new and a constant per journal that grew, whatever was there before."""
     buffer = 2 * io.DEFAULT_BUFFER_SIZE + 4096  # the header and the last record are read with what lies behind them
     follower, most = Follower(run), 0
-    with JournalWriter(run.journal_file("a", "0"), rotate_bytes=300_000) as journal:
+    with PartedWriter(run.journal_file("a", "0"), 300_000) as journal:
         for number in range(60):
             before = journal.length
             for copy in range(10):

@@ -1,4 +1,4 @@
-"""Opening: a running campaign through shards and journals, older files, replaced files, large ones."""
+"""Opening: a running campaign through its journals, older files, replaced files, large ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import h5py
 import numpy as np
 import pytest
 
-from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
+from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED, OPTIONAL, STRING
-from megaflow_hpc.trajectories.journal.shards import write_shard
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectories.reading.joined_source import JoinedSource
+from tests.support.journals import PartedWriter
 from tests.support.samples import commit, run_dir, trajectory
 
 
 @pytest.fixture
 def running(tmp_path):
-    """A campaign of two pods: finished parts with and without shards, a tail, and one rollout carried out twice."""
+    """A campaign of two pods: journals in parts, and one rollout carried out twice."""
     run = run_dir(tmp_path / "run")
     for pod, first in (("a", 0), ("b", 30)):
-        with JournalWriter(run.journal_file(pod, "0"), rotate_bytes=6000) as journal:
+        with PartedWriter(run.journal_file(pod, "0"), 6000) as journal:
             for number in range(first, first + 24):
                 journal.append(
                     {"kind": "trajectory", "block": first, "epoch": 0, "trajectory": trajectory(number).to_record()}
@@ -38,21 +37,12 @@ def whole(store):
     return [repr(row.trajectory()) for row in store]
 
 
-def test_a_running_campaign_shows_the_same_through_shards_journals_and_file(running):
+def test_a_running_campaign_shows_the_same_through_journals_and_file(running):
+    assert len(sorted(running.journal.glob("[ab].0*.journal"))) > 6
     with open_trajectories(running.path) as store:
-        plain = whole(store)
-        plain_columns = {
-            name: repr(store.column(name).tolist()) for name in ("id", "reward", "tokens", "sampled_tokens")
-        }
-    parts = sorted(running.journal.glob("[ab].0*.journal"))
-    assert len(parts) > 6
-    for part in parts[::2]:
-        write_shard(running, part)
-    with open_trajectories(running.path) as store:
-        assert isinstance(store.source, JoinedSource)
+        assert store.path == running.path
         assert len(store) == 49
-        assert whole(store) == plain
-        assert {name: repr(store.column(name).tolist()) for name in plain_columns} == plain_columns
+        plain = whole(store)
         rows = np.random.default_rng(0).permutation(np.repeat(np.arange(49), 2))
         batch = store.batch(rows)
         good = store.select("weight_version_min == 3 and reward == 1 and turns > 2")
@@ -103,17 +93,6 @@ def test_ids_are_found_one_by_one_and_many_at_once(running, gathered):
         ]
         with pytest.raises(KeyError, match="task/default/333: no such rollout"):
             store["task/default/333"]
-
-
-def test_a_damaged_shard_is_passed_over(running, caplog):
-    parts = sorted(running.journal.glob("[ab].0*.journal"))
-    shard = write_shard(running, parts[0])
-    with open_trajectories(running.path) as store:
-        before = whole(store)
-    shard.write_bytes(shard.read_bytes()[:3000])
-    with open_trajectories(running.path) as store:
-        assert whole(store) == before
-    assert "the journal is read instead" in caplog.text
 
 
 def test_files_of_older_software_are_read(running, tmp_path):

@@ -141,15 +141,6 @@ def fetch(
     return image
 
 
-def describe(reference: Reference, quick: bool = False) -> RemoteImage:
-    """Returns what an image of a registry is made of; fetches no layer. Raises as :func:`fetch`.
-
-    Args:
-        quick: As of :class:`RegistryClient`.
-    """
-    return _describe(RegistryClient(reference, quick))
-
-
 class _Counter:
     """Counts what came, over all threads; ``stopped`` ends them."""
 

@@ -21,7 +21,8 @@ from megaflow_hpc.environments.sandbox.probe import Site
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.scratch import Kind
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.environments.sandbox.without import is_without
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 
 Writes = Literal["overlay", "copy"]
@@ -158,20 +159,13 @@ class ImageAccess:
 
     @property
     def writes(self) -> Writes:
-        """How sandboxes write: as ``MEGAFLOW_LAYER`` says (overlay, copy), else by an overlay if one can be mounted."""
+        """How sandboxes write: by an overlay if one can be mounted here, else to a copy of the image."""
         if self._writes is None:
             self._writes = self._decide_writes()
         return self._writes
 
     def _decide_writes(self) -> Writes:
-        named = os.environ.get("MEGAFLOW_LAYER", "auto")
-        if named == "overlay":
-            return "overlay"
-        if named == "copy":
-            return "copy"
-        if named != "auto":
-            raise ConfigError(f"MEGAFLOW_LAYER={named}: expected overlay, copy or auto")
-        if self._kind == "network":
+        if is_without("overlay") or self._kind == "network":
             return "copy"
         if os.geteuid() != 0 and overlay.works(str(self._scratch)):
             return "overlay"

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from megaflow_hpc.model.gateway.dialects import chat, messages, responses
+from megaflow_hpc.model.gateway.dialects import chat, messages, options, responses
 from megaflow_hpc.model.gateway.dialects.base import BadRequest, Event
 
-__all__ = ["DIALECTS", "BadRequest", "Dialect", "Event", "dialect_of", "messages"]
+__all__ = ["DIALECTS", "TABLES", "BadRequest", "Dialect", "Event", "dialect_of", "messages"]
 
 
 class Dialect(Protocol):
@@ -51,6 +51,13 @@ DIALECTS: Mapping[str, Dialect] = {
     "/responses": responses,
 }
 """Path below ``/v1`` → dialect."""
+TABLES: Mapping[str, Mapping[str, options.Option]] = {
+    "/chat/completions": options.CHAT,
+    "/completions": options.COMPLETIONS,
+    "/messages": messages.MESSAGES,
+    "/responses": responses.RESPONSES,
+}
+"""Path below ``/v1`` → its options."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:

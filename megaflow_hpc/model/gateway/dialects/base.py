@@ -1,17 +1,109 @@
-"""Helpers that the dialects share: message parts, identifiers, checks of a request's fields."""
+"""Helpers that the dialects share: reading a request's fields as types, message parts, identifiers."""
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
+from msgspec import inspect
 
 Event = tuple[str, Any]
 """One server-sent event: its name (empty: no name is sent) and its data (text as it is, else sent as JSON)."""
+Check = Callable[[Any, str], Any]
+"""Takes a value and its field's name. Returns what is passed on, or raises :class:`BadRequest`."""
 
 
 class BadRequest(ValueError):
     """The request cannot be served; the message names field, value and remedy."""
+
+
+def typed(value: Any, kind: Any, field: str) -> Any:
+    """Returns ``value`` as a ``kind``, any type that msgspec reads. Fields that a struct does not have are dropped.
+
+    Raises:
+        BadRequest: The value has another type. The message names the field, what was expected and what was found.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(_explained(error, value, kind, field)) from None
+    except UnicodeEncodeError:  # half a surrogate pair in the name of a struct's field
+        raise BadRequest(f"{field}: the name of a field is not valid Unicode") from None
+
+
+def of(kind: Any) -> Check:
+    """Returns a check for values of a type."""
+
+    def check(value: Any, field: str) -> Any:
+        return typed(value, kind, field)
+
+    return check
+
+
+_PLACE = re.compile(r" - at `\$(.*)`\Z", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str) -> str:
+    """Returns msgspec's error as a sentence that starts with the field."""
+    place = _PLACE.search(str(error))
+    path = place[1] if place else ""
+    where = field + path
+    if error.__cause__ is not None:  # raised by a struct of ours, whose sentence starts with one of its fields
+        return f"{where}.{error.__cause__}"
+    cause = _PLACE.sub("", str(error))
+    if missing := _MISSING.fullmatch(cause):
+        return f"{where}.{missing[1]}: expected a value, found nothing"
+    if ", got" in cause or "[...]" in path:  # msgspec does not say which value of a map
+        return f"{where}: {_lower(cause).replace(', got', ', found')}"
+    found, choices = _followed(value, kind, path)
+    if choices:
+        cause = f"expected one of {', '.join(choices)}"
+    return f"{where}: {_lower(cause)}" + ("" if isinstance(found, dict | list) else f", found {shown(found)}")
+
+
+def _followed(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
+    """Returns the value at a path, and the words that its type allows there: literals, or tags of structs."""
+    kinds = _members(inspect.type_info(kind))
+    for name, number in _STEP.findall(path):
+        tags = [str(kind.tag) for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == name]
+        if tags:
+            return value[name], tags
+        kinds = [inner for kind in kinds for inner in _within(kind, value, name)]
+        value = value[name or int(number)]
+    literals = [kind.values for kind in kinds if isinstance(kind, inspect.LiteralType)]
+    return value, [str(choice) for choices in literals for choice in choices]
+
+
+def _within(kind: inspect.Type, value: Any, name: str) -> Iterator[inspect.Type]:
+    """Yields the types of a field of ``value``, or of its items if ``name`` is empty."""
+    if not name and isinstance(kind, inspect.ListType):
+        yield from _members(kind.item_type)
+    elif isinstance(kind, inspect.StructType) and kind.tag in (None, value.get(kind.tag_field, kind.tag)):
+        for field in kind.fields:
+            if field.encode_name == name:
+                yield from _members(field.type)
+
+
+def _members(kind: inspect.Type) -> Sequence[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a message, not longer than a line; a large one by its type."""
+    if isinstance(value, str | bool | float) or value is None:
+        return repr(value[:100] if isinstance(value, str) else value)
+    if isinstance(value, int) and abs(value) < 2**70:
+        return str(value)
+    return f"a value of type {type(value).__name__}"
 
 
 def new_id(prefix: str) -> str:
@@ -36,9 +128,14 @@ def content_of(parts: Sequence[Mapping[str, Any]], glue: str = "\n") -> str | li
     return [dict(part) for part in parts]
 
 
-def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+def text_of(parts: Sequence[Mapping[str, Any]], glue: str = "") -> str:
+    """Returns the text parts of chat content as one string."""
+    return glue.join(part["text"] for part in parts if part["type"] == "text")
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a function as chat requests offer it; ``parameters`` is a JSON schema."""
-    function = {"name": name, "parameters": parameters}
+    function: dict[str, Any] = {"name": name, "parameters": parameters}
     if description:
         function["description"] = description
     return {"type": "function", "function": function}
@@ -47,24 +144,3 @@ def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any
 def reasoning_of(message: Mapping[str, Any]) -> str:
     """Returns a message's reasoning, which engines put into a field of either of two names."""
     return message.get("reasoning") or message.get("reasoning_content") or ""
-
-
-def expect_list(value: Any, field: str) -> list[Any]:
-    """Returns ``value``; raises :class:`BadRequest`, which names ``field``, if it is no list."""
-    if not isinstance(value, list):
-        raise BadRequest(f"{field}: expected a list, found {type(value).__name__}")
-    return value
-
-
-def expect_object(value: Any, field: str) -> Mapping[str, Any]:
-    """Returns ``value``; raises :class:`BadRequest`, which names ``field``, if it is no object."""
-    if not isinstance(value, Mapping):
-        raise BadRequest(f"{field}: expected an object, found {type(value).__name__}")
-    return value
-
-
-def expect_text(value: Any, field: str) -> str:
-    """Returns ``value``; raises :class:`BadRequest`, which names ``field``, if it is no text."""
-    if not isinstance(value, str):
-        raise BadRequest(f"{field}: expected a text, found {type(value).__name__}")
-    return value

@@ -1,104 +1,162 @@
-"""Messages, tools and images of a chat request: what is known of each is passed on, and every other field left out.
+"""Messages, tools and images of a chat request. Known fields of each are passed on, and every other field is dropped.
 
-An image is a ``data:`` URL, or lies at a host that the campaign allows (``model.media_domains``): an engine fetches
-what a URL names from where the engine stands, its node's loopback included. Nothing names a file.
+An image is a ``data:`` URL, or its host is one that the campaign allows (``model.media_domains``): an engine fetches
+the URL from its own node, so it could reach that node's loopback. No field names a file.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from megaflow_hpc.model.gateway.dialects.base import (
-    BadRequest,
-    expect_list,
-    expect_object,
-    expect_text,
-    function_tool,
-    image_part,
-    text_part,
-)
-from megaflow_hpc.model.gateway.dialects.checks import (
-    TOOLS_BYTES,
-    Check,
-    arguments,
-    bounded,
-    compiled_schema,
-    flag,
-    text,
-)
-from megaflow_hpc.model.gateway.dialects.schemas import check_progress
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-IMAGES = 100
+from megaflow_hpc.model.gateway.dialects.base import BadRequest, image_part, text_part, typed
+from megaflow_hpc.model.gateway.dialects.bounds import bounded, bounded_arguments
+from megaflow_hpc.model.gateway.dialects.schemas import check_progress, compiled_schema
+
+MAX_IMAGES = 100
 """Images of one request."""
+MAX_TOOLS_BYTES = 2**21
+"""Largest list of tools, as JSON."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(?::\d{1,5})?(?:[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%-]*)?")
-"""A URL of which all readers say the same: no user, no backslash, no number in brackets."""
+"""A URL that all parsers read alike: no user, no backslash, no number in brackets."""
+FunctionName = Annotated[str, Meta(max_length=256)]
+
+
+# --- parts of a message ----------------------------------------------------------------------------------------------
+
+
+class Text(Struct, tag="text"):
+    text: str
+
+
+class InputText(Text, tag="input_text"):
+    """Text of the user, as the responses API names it."""
+
+
+class OutputText(Text, tag="output_text"):
+    """Text of the model, as the responses API names it."""
+
+
+class Refusal(Struct, tag="refusal"):
+    refusal: str
+
+
+class ImageUrl(Struct):
+    url: str
+
+
+class ImagePart(Struct, tag="image_url"):
+    image_url: ImageUrl | str
+
+
+Part = str | Text | InputText | OutputText | Refusal | ImagePart
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class CalledFunction(Struct):
+    """The function that a tool call names."""
+
+    name: str
+    arguments: str | None = None
+
+    def __post_init__(self) -> None:
+        self.arguments = bounded_arguments(self.arguments or "", "arguments")
+
+
+class ChatToolCall(Struct, tag_field="type", tag="function", omit_defaults=True):
+    function: CalledFunction
+    id: str | None = None
+
+
+class ChatMessage(Struct, tag_field="role", omit_defaults=True):
+    """Fields of every message."""
+
+    content: str | list[Part] | UnsetType | None = UNSET
+    name: str | None = None
+
+
+class SystemMessage(ChatMessage, tag="system"):
+    """Instructions."""
+
+
+class DeveloperMessage(ChatMessage, tag="developer"):
+    """A system message by its newer name, which chat templates do not know."""
+
+
+class UserMessage(ChatMessage, tag="user"):
+    """The agent's words, or the task's."""
+
+
+class AssistantMessage(ChatMessage, tag="assistant"):
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    function_call: Any = None
+
+    def __post_init__(self) -> None:
+        if self.function_call is not None:
+            raise BadRequest("function_call: not served; give tool_calls")
+
+
+class ToolMessage(ChatMessage, tag="tool"):
+    tool_call_id: str | None = None
+
+
+AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict[str, Any]]:
     """Returns a conversation with the known fields of each message.
 
     Args:
-        value: What the request has.
-        field: Its name.
+        value: The field's value in the request.
+        field: The field's name.
         domains: Hosts from which the engine may fetch images.
 
     Raises:
-        BadRequest: It is no list of messages of known roles and content, or an image lies elsewhere.
+        BadRequest: It is not a list of messages of known roles and content, or an image has another host.
     """
-    if not expect_list(value, field):
+    given: list[AnyMessage] = typed(value, list[AnyMessage], field)
+    if not given:
         raise BadRequest(f"{field}: expected a list of at least one message")
-    found = [_message(message, f"{field}[{number}]", domains) for number, message in enumerate(value)]
-    images = sum(
-        part["type"] == "image_url" for m in found if isinstance(m.get("content"), list) for part in m["content"]
-    )
-    if images > IMAGES:
-        raise BadRequest(f"{field}: {images} images; {IMAGES} are allowed")
-    return found
+    passed = [_passed(message, f"{field}[{number}]", domains) for number, message in enumerate(given)]
+    lists = [message["content"] for message in passed if isinstance(message.get("content"), list)]
+    images = sum(part["type"] == "image_url" for parts in lists for part in parts)
+    if images > MAX_IMAGES:
+        raise BadRequest(f"{field}: {images} images; {MAX_IMAGES} are allowed")
+    return passed
 
 
-def _message(message: Any, where: str, domains: Collection[str]) -> dict[str, Any]:
-    role = expect_object(message, where).get("role")
-    fields = FIELDS.get(role) if isinstance(role, str) else None
-    if fields is None:
-        raise BadRequest(f"{where}.role: expected one of {', '.join(FIELDS)}, found {role!r:.100}")
-    found: dict[str, Any] = {}
-    for name, value in message.items():
-        if name == "content":
-            plain = value is None or isinstance(value, str)
-            found[name] = value if plain else _parts(value, f"{where}.content", domains)
-        elif name in fields and value is not None:
-            found[name] = fields[name](value, f"{where}.{name}")
-    if role == "developer":
-        found["role"] = "system"
-    return found
+def _passed(message: AnyMessage, where: str, domains: Collection[str]) -> dict[str, Any]:
+    passed: dict[str, Any] = msgspec.to_builtins(message)
+    if isinstance(message, DeveloperMessage):
+        passed["role"] = "system"
+    if isinstance(message.content, list):
+        parts = enumerate(message.content)
+        passed["content"] = [_part(part, f"{where}.content[{number}]", domains) for number, part in parts]
+    return passed
 
 
-def _parts(value: Any, field: str, domains: Collection[str]) -> list[dict[str, Any]]:
-    return [_part(part, f"{field}[{n}]", domains) for n, part in enumerate(expect_list(value, field))]
+def _part(part: Part, where: str, domains: Collection[str]) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+        _check_image(url, f"{where}.image_url.url", domains)
+        return image_part(url)
+    if isinstance(part, Refusal):
+        return text_part(part.refusal)
+    return text_part(part if isinstance(part, str) else part.text)
 
 
-def _part(part: Any, where: str, domains: Collection[str]) -> dict[str, Any]:
-    if isinstance(part, str):
-        return text_part(part)
-    kind = expect_object(part, where).get("type")
-    if kind in ("text", "input_text", "output_text"):
-        return text_part(expect_text(part.get("text"), f"{where}.text"))
-    if kind == "refusal":
-        return text_part(expect_text(part.get("refusal"), f"{where}.refusal"))
-    if kind == "image_url":
-        image = part.get("image_url")
-        url = image if isinstance(image, str) else expect_object(image, f"{where}.image_url").get("url")
-        return image_part(_image(expect_text(url, f"{where}.image_url.url"), f"{where}.image_url.url", domains))
-    raise BadRequest(f"{where}: content of type {kind!r:.100} is not served; text and image_url are")
-
-
-def _image(url: str, field: str, domains: Collection[str]) -> str:
+def _check_image(url: str, field: str, domains: Collection[str]) -> None:
     if _DATA.match(url):
-        return url
+        return
     remote = _REMOTE.fullmatch(url)
     if remote is None:
         raise BadRequest(f"{field}: {url[:100]!r}: expected data:image/…;base64,… or a plain http(s) URL")
@@ -107,47 +165,37 @@ def _image(url: str, field: str, domains: Collection[str]) -> str:
             f"{field}: {remote[1]!r} is not a host that the campaign allows (model.media_domains); "
             "send the image itself: data:image/…;base64,…"
         )
-    return url
 
 
-def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    return [_tool_call(call, f"{field}[{number}]") for number, call in enumerate(expect_list(value, field))]
+# --- tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    if expect_object(call, where).get("type", "function") != "function":
-        raise BadRequest(f"{where}.type: calls of functions are served, found {call.get('type')!r:.100}")
-    function = expect_object(call.get("function"), f"{where}.function")
-    named = {
-        "name": expect_text(function.get("name"), f"{where}.function.name"),
-        "arguments": arguments(function.get("arguments") or "", f"{where}.function.arguments"),
-    }
-    identified = {"id": expect_text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
-    return {**identified, "type": "function", "function": named}
+class Function(Struct, omit_defaults=True):
+    """A function that is offered to the model."""
+
+    name: FunctionName
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.description = self.description or None
 
 
-def _refuse(remedy: str, value: Any, field: str) -> Any:
-    raise BadRequest(f"{field}: {remedy}")
+class ChatTool(Struct):
+    type: Literal["function"]
+    function: Function
 
 
-_COMMON: Mapping[str, Check] = {"role": expect_text, "name": expect_text}
-FIELDS: Mapping[str, Mapping[str, Check]] = {
-    "system": _COMMON,
-    "developer": _COMMON,
-    "user": _COMMON,
-    "assistant": {
-        **_COMMON,
-        "reasoning": expect_text,
-        "reasoning_content": expect_text,
-        "tool_calls": _tool_calls,
-        "function_call": partial(_refuse, "not served; give tool_calls"),
-    },
-    "tool": {**_COMMON, "tool_call_id": expect_text},
-}
-"""Role → fields of its messages that are passed on. Content is a text, a list of parts, or missing.
+class NamedFunction(Struct):
+    name: FunctionName
 
-Chat templates do not know ``developer``, the newer name of ``system``, so it is passed on as ``system``.
-"""
+
+class ToolChoice(Struct):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 def tools(value: Any, field: str) -> list[dict[str, Any]]:
@@ -156,37 +204,17 @@ def tools(value: Any, field: str) -> list[dict[str, Any]]:
     Raises:
         BadRequest: There is a tool of another kind, or they are too large or too deep.
     """
-    bounded(expect_list(value, field), field, TOOLS_BYTES)
-    return [_tool(tool, f"{field}[{number}]") for number, tool in enumerate(value)]
-
-
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if expect_object(tool, where).get("type") != "function":
-        raise BadRequest(f"{where}.type: functions are served, found {tool.get('type')!r:.100}")
-    function = expect_object(tool.get("function"), f"{where}.function")
-    description, parameters = function.get("description"), function.get("parameters")
-    offered = function_tool(
-        text(256)(function.get("name"), f"{where}.function.name"),
-        expect_text(description, f"{where}.function.description") if description is not None else None,
-        expect_object(parameters, f"{where}.function.parameters") if parameters is not None else None,
-    )
-    if parameters is None:
-        del offered["function"]["parameters"]
-    else:
-        check_progress(parameters, f"{where}.function.parameters", compiled=False)
-    if function.get("strict") is not None:
-        offered["function"]["strict"] = flag(function["strict"], f"{where}.function.strict")
-    return offered
+    bounded(value, field, MAX_TOOLS_BYTES)
+    offered: list[ChatTool] = typed(value, list[ChatTool], field)
+    for number, tool in enumerate(offered):
+        if tool.function.parameters is not None:
+            check_progress(tool.function.parameters, f"{field}[{number}].function.parameters", compiled=False)
+    return list(msgspec.to_builtins(offered))
 
 
 def tool_choice(value: Any, field: str) -> Any:
     """Returns ``none``, ``auto``, ``required`` or the function that the model must call."""
-    if isinstance(value, str) and value in ("none", "auto", "required"):
-        return value
-    if not isinstance(value, Mapping) or value.get("type") != "function":
-        raise BadRequest(f"{field}: none, auto, required or a function is served, found {value!r:.100}")
-    function = expect_object(value.get("function"), f"{field}.function")
-    return {"type": "function", "function": {"name": text(256)(function.get("name"), f"{field}.function.name")}}
+    return msgspec.to_builtins(typed(value, Literal["none", "auto", "required"] | ToolChoice, field))
 
 
 def compiled_tools(request: Mapping[str, Any]) -> None:

@@ -15,23 +15,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
     Event,
     content_of,
-    expect_list,
-    expect_object,
-    expect_text,
     function_tool,
     image_part,
     new_id,
+    of,
     reasoning_of,
+    text_of,
     text_part,
 )
-from megaflow_hpc.model.gateway.dialects.checks import written_arguments
-from megaflow_hpc.model.gateway.dialects.options import MESSAGES, allowed
+from megaflow_hpc.model.gateway.dialects.bounds import written_arguments
+from megaflow_hpc.model.gateway.dialects.content import Text
+from megaflow_hpc.model.gateway.dialects.options import (
+    CONVERTED,
+    COUNT,
+    Option,
+    Stop,
+    allowed,
+    dropped,
+    integer,
+)
 from megaflow_hpc.model.gateway.meaning import arguments_of
 
 BILLING = "x-anthropic-billing-header"
@@ -39,6 +49,122 @@ BILLING = "x-anthropic-billing-header"
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "advisor", "mcp_toolset")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
+
+
+# --- the types of a request ------------------------------------------------------------------------------------------
+
+
+class UrlSource(Struct, tag="url"):
+    url: str
+
+
+class Base64Source(Struct, tag="base64"):
+    data: str
+    media_type: str = "image/png"
+
+
+class TextSource(Struct, tag="text"):
+    data: str
+
+
+class ImageBlock(Struct, tag="image"):
+    source: UrlSource | Base64Source
+
+
+class DocumentBlock(Struct, tag="document"):
+    source: TextSource
+
+
+class ToolReference(Struct, tag="tool_reference"):
+    tool_name: str
+
+
+Part = Text | ImageBlock | DocumentBlock | ToolReference
+
+
+class ToolResult(Struct, tag="tool_result"):
+    tool_use_id: str | None = None
+    content: str | list[Part] | None = None
+
+
+class Thinking(Struct, tag="thinking"):
+    thinking: str | None = None
+
+
+class RedactedThinking(Struct, tag="redacted_thinking"):
+    """Reasoning that only Anthropic can read."""
+
+
+class ToolUse(Struct, tag="tool_use"):
+    name: str
+    id: str | None = None
+    input: Any = None
+
+
+class SystemBlock(Struct):
+    text: str | None = None
+
+
+class UserTurn(Struct, tag_field="role", tag="user"):
+    content: str | list[Part | ToolResult]
+
+
+class AssistantTurn(Struct, tag_field="role", tag="assistant"):
+    content: str | list[Text | Thinking | RedactedThinking | ToolUse]
+
+
+class SystemTurn(Struct, tag_field="role", tag="system"):
+    content: str | list[SystemBlock]
+
+
+class DeveloperTurn(SystemTurn, tag_field="role", tag="developer"):
+    """Instructions amid the conversation, by their newer name."""
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn | DeveloperTurn
+
+
+class MessagesTool(Struct):
+    """A tool of the agent, or one that runs at Anthropic, which has no ``input_schema``."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesToolChoice(Struct):
+    """Which tools the model may call."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Struct):
+    type: str | None = None
+    schema: Any = None
+
+
+class OutputConfig(Struct):
+    format: OutputFormat | None = None
+
+
+MESSAGES: Mapping[str, Option] = {
+    **CONVERTED,
+    "max_tokens": Option(integer(1, COUNT)),
+    "messages": Option(of(list[Turn])),
+    "system": Option(of(str | list[SystemBlock])),
+    "stop_sequences": Option(of(Stop), becomes="stop"),
+    "tools": Option(of(list[MessagesTool]), becomes="tools"),
+    "tool_choice": Option(of(MessagesToolChoice), becomes="tool_choice"),
+    "output_config": Option(of(OutputConfig), becomes="response_format"),
+    "output_format": Option(of(OutputFormat), becomes="response_format"),
+    **dropped("metadata service_tier thinking context_management cache_control betas speed inference_geo"),
+    # Tools that run at Anthropic are not offered to the model.
+    **dropped("container mcp_servers"),
+}
+"""``/v1/messages`` and ``/v1/messages/count_tokens``. The campaign decides how a model thinks."""
 
 
 # --- the request -----------------------------------------------------------------------------------------------------
@@ -52,13 +178,12 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     asked |= {k: given[k] for k in ("model", "max_tokens", "temperature", "top_p", "top_k") if k in given}
     if given.get("stop_sequences"):
         asked["stop"] = given["stop_sequences"]
-    output = given.get("output_config", {}).get("format") or given.get("output_format")
-    if output and expect_object(output, "output_config.format").get("type") == "json_schema":
-        asked["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "output", "schema": output.get("schema")},
-        }
-    if given.get("tool_choice") and "tools" in asked:
+    config: OutputConfig | None = given.get("output_config")
+    form: OutputFormat | None = (config and config.format) or given.get("output_format")
+    if form and form.type == "json_schema":
+        schema = {"name": "output", "schema": form.schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if "tool_choice" in given and "tools" in asked:
         asked |= _tool_choice(given["tool_choice"])
     return asked
 
@@ -73,114 +198,102 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not given.get("messages"):
+    turns: list[Turn] = given.get("messages", [])
+    if not turns:
         raise BadRequest("messages: expected a list of at least one message")
     chat: list[dict[str, Any]] = []
-    system = _system(given.get("system") or "", "system")
-    if system:
+    if system := _system(given.get("system", "")):
         chat.append({"role": "system", "content": system})
-    for number, message in enumerate(given["messages"]):
-        where = f"messages[{number}]"
-        role, content = expect_object(message, where).get("role"), message.get("content")
-        if role in ("system", "developer"):
-            chat += [{"role": "user", "content": text} for text in (_system(content, f"{where}.content"),) if text]
-            continue
-        if role not in ("user", "assistant"):
-            raise BadRequest(f"{where}.role: expected user, assistant or system, found {role!r}")
-        blocks = [text_part(content)] if isinstance(content, str) else expect_list(content, f"{where}.content")
-        chat += (_user if role == "user" else _assistant)(blocks, f"{where}.content")
-    tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(given.get("tools", ()))]
-    offered = [tool for tool in tools if tool]
-    return {"messages": chat, "tools": offered} if offered else {"messages": chat}
+    for number, turn in enumerate(turns):
+        if isinstance(turn, UserTurn):
+            chat += _user([Text(turn.content)] if isinstance(turn.content, str) else turn.content)
+        elif isinstance(turn, AssistantTurn):
+            chat.append(_assistant(turn, f"messages[{number}].content"))
+        elif text := _system(turn.content):
+            chat.append({"role": "user", "content": text})
+    tools = _tools(given.get("tools", []))
+    return {"messages": chat, "tools": tools} if tools else {"messages": chat}
 
 
-def _system(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return "" if content.startswith(BILLING) else content
-    texts = [expect_text(expect_object(b, where).get("text") or "", where) for b in expect_list(content, where)]
+def _system(content: str | list[SystemBlock]) -> str:
+    texts = [content] if isinstance(content, str) else [block.text or "" for block in content]
     return "\n\n".join(text for text in texts if text and not text.startswith(BILLING))
 
 
-def _user(blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
+def _user(blocks: list[Part | ToolResult]) -> Iterator[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
-    for number, block in enumerate(blocks):
-        here = f"{where}[{number}]"
-        if expect_object(block, here).get("type") != "tool_result":
-            parts.append(_part(block, here))
+    for block in blocks:
+        if not isinstance(block, ToolResult):
+            parts.append(_part(block))
             continue
-        content = block.get("content") or ""
-        items = [text_part(content)] if isinstance(content, str) else expect_list(content, f"{here}.content")
-        results = [_part(item, f"{here}.content[{n}]") for n, item in enumerate(items)]
-        text = "\n".join(r["text"] for r in results if r["type"] == "text")
+        content = block.content or ""
+        results = [text_part(content)] if isinstance(content, str) else [_part(part) for part in content]
         # A tool message is text by the API; an image that a tool returned follows it as the user's.
-        parts += [r for r in results if r["type"] != "text"]
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": text}
+        parts += [result for result in results if result["type"] != "text"]
+        yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text_of(results, "\n")}
     if parts:
         yield {"role": "user", "content": content_of(parts)}
 
 
-def _part(block: Any, where: str) -> dict[str, Any]:
-    kind = expect_object(block, where).get("type")
-    source = expect_object(block.get("source") or {}, f"{where}.source")
-    if kind == "text":
-        return text_part(expect_text(block.get("text"), f"{where}.text"))
-    if kind == "image":
-        url = source.get("url") if source.get("type") == "url" else None
-        return image_part(url or f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}")
-    if kind == "document" and source.get("type") == "text":
-        return text_part(expect_text(source.get("data"), f"{where}.source.data"))
-    if kind == "tool_reference":
-        return text_part(f"tool {expect_text(block.get('tool_name'), f'{where}.tool_name')} is available")
-    raise BadRequest(f"{where}: content of type {kind!r} is not served; text, images and tool results are")
+def _part(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return text_part(text)
+        case ToolReference(name):
+            return text_part(f"tool {name} is available")
+        case DocumentBlock(TextSource(text)):
+            return text_part(text)
+        case ImageBlock(UrlSource(url)):
+            return image_part(url)
+        case ImageBlock(Base64Source(data, media_type)):
+            return image_part(f"data:{media_type};base64,{data}")
+    raise AssertionError(part)
 
 
-def _assistant(blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
+def _assistant(turn: AssistantTurn, where: str) -> dict[str, Any]:
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
     texts, thoughts, calls = [], [], []
-    for number, block in enumerate(blocks):
-        here = f"{where}[{number}]"
-        kind = expect_object(block, here).get("type")
-        if kind == "text":
-            texts.append(expect_text(block.get("text"), f"{here}.text"))
-        elif kind == "thinking":
-            thoughts.append(expect_text(block.get("thinking") or "", f"{here}.thinking"))
-        elif kind == "tool_use":
-            given = block.get("input") or {}
-            arguments = written_arguments(given, f"{here}.input")
-            function = {"name": expect_text(block.get("name"), f"{here}.name"), "arguments": arguments}
-            calls.append({"id": block.get("id") or "", "type": "function", "function": function})
-        elif kind != "redacted_thinking":
-            raise BadRequest(f"{here}: content of type {kind!r} is not served; text, thinking and tool_use are")
+    for number, block in enumerate(turn.content):
+        match block:
+            case Text(text):
+                texts.append(text)
+            case Thinking(thought):
+                thoughts.append(thought or "")
+            case ToolUse(name, call_id, given):
+                arguments = written_arguments(given or {}, f"{where}[{number}].input")
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": call_id or "", "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    yield message
+    return message
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any] | None:
-    kind = str(expect_object(tool, where).get("type") or "custom")
-    if isinstance(tool.get("input_schema"), Mapping):
-        return function_tool(
-            expect_text(tool.get("name"), f"{where}.name"), tool.get("description"), tool["input_schema"]
-        )
-    if kind.startswith(HOSTED):
-        return None
-    raise BadRequest(f"{where}: a tool of type {kind!r} needs an input_schema here")
+def _tools(tools: list[MessagesTool]) -> list[dict[str, Any]]:
+    """Returns the tools that are offered to the model. Those that run at Anthropic are not."""
+    offered = []
+    for number, tool in enumerate(tools):
+        if tool.input_schema is not None:
+            if tool.name is None:
+                raise BadRequest(f"tools[{number}].name: expected a text, found nothing")
+            offered.append(function_tool(tool.name, tool.description, tool.input_schema))
+        elif not (tool.type or "custom").startswith(HOSTED):
+            raise BadRequest(f"tools[{number}]: a tool of type {tool.type!r} needs an input_schema here")
+    return offered
 
 
-def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type")
-    if kind == "tool":
-        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in ("auto", "any", "none"):
-        chosen = {"auto": "auto", "any": "required", "none": "none"}[kind]
+def _tool_choice(choice: MessagesToolChoice) -> dict[str, Any]:
+    asked: dict[str, Any] = {}
+    if choice.type == "tool":
+        asked["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
-        raise BadRequest(f"tool_choice.type: expected auto, any, tool or none, found {kind!r}")
-    return {
-        "tool_choice": chosen,
-        **({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}),
-    }
+        asked["tool_choice"] = "required" if choice.type == "any" else choice.type
+    if choice.disable_parallel_tool_use:
+        asked["parallel_tool_calls"] = False
+    return asked
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ client adds new ones. The engine's request is made in two steps::
 
     agent's request ── MESSAGES, RESPONSES: names and types ──► conversion ──► CHAT, COMPLETIONS ──► engine
 
-So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can get, for every API. An option is refused
-instead of dropped if the agent would otherwise get an answer to a different question.
+So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can get, for every API. The other tables are in
+their dialects' modules. An option is refused instead of dropped if the agent would otherwise get an answer to a
+different question.
 
 The tables also say which options constrain the policy's choice of tokens (:attr:`Option.constrains`).
 :func:`constraints` finds them in a request.
@@ -14,71 +15,144 @@ The tables also say which options constrain the policy's choice of tokens (:attr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from megaflow_hpc.model.gateway.dialects import content
-from megaflow_hpc.model.gateway.dialects.base import BadRequest, expect_list, expect_object, expect_text
-from megaflow_hpc.model.gateway.dialects.checks import (
-    Check,
-    flag,
-    integer,
-    logit_bias,
-    number,
-    one_of,
-    prompt,
-    response_format,
-    structured_outputs,
-    text,
-    texts,
-    thinking,
-)
+from megaflow_hpc.model.gateway.dialects.base import BadRequest, Check, of, shown, typed
+from megaflow_hpc.model.gateway.dialects.schemas import response_format, structured_outputs
 
 COUNT = 2**31 - 1
 ALTERNATIVES = 16
 """Answers to one request: each is recorded with the whole prompt."""
+MAX_PROMPTS = 16
+"""Prompts of one request for completions."""
+
+
+# --- types of options ------------------------------------------------------------------------------------------------
+
+
+def integer(low: int, high: int) -> Check:
+    """Returns a check for an integer from ``low`` to ``high``."""
+    return of(Annotated[int, Meta(ge=low, le=high)])
+
+
+def number(low: float, high: float) -> Check:
+    """Returns a check for a number from ``low`` to ``high``. NaN and infinity fail every range."""
+    return of(Annotated[float, Meta(ge=low, le=high)])
+
+
+def text(max_length: int) -> Check:
+    """Returns a check for a text of at most ``max_length`` characters."""
+    return of(Annotated[str, Meta(max_length=max_length)])
+
+
+StopText = Annotated[str, Meta(max_length=1024)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
+TokenId = Annotated[int, Meta(ge=0, le=COUNT)]
+LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+Prompt = str | Annotated[list[TokenId | str | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+
+
+def logit_bias(value: Any, field: str) -> Any:
+    """Passes up to 1,024 token ids, each with a number from -100 to 100."""
+    biases = typed(value, LogitBias, field)
+    for token in biases:
+        if not re.fullmatch(r"[0-9]{1,9}", token):
+            raise BadRequest(f"{field}: expected token ids, found {shown(token)}")
+    return biases
+
+
+def prompt(value: Any, field: str) -> Any:
+    """Passes a text or a list of token ids, or a list of up to :data:`MAX_PROMPTS` of either."""
+    given = typed(value, Prompt, field)
+    if isinstance(given, str):
+        return given
+    kinds = set(map(type, given))
+    if int in kinds and len(kinds) > 1:
+        raise BadRequest(f"{field}: expected a text or a list of token ids, found a list of both")
+    if int not in kinds and len(given) > MAX_PROMPTS:
+        raise BadRequest(f"{field}: {len(given)} prompts; {MAX_PROMPTS} are allowed")
+    return given
+
+
+class TemplateSwitches(msgspec.Struct, omit_defaults=True):
+    """Switches of chat templates for reasoning. The campaign sets all other variables of a template."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    clear_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=COUNT)] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+
+
+def template_switches(value: Any, field: str) -> dict[str, Any]:
+    """Passes :class:`TemplateSwitches`."""
+    switches = TemplateSwitches.__struct_fields__
+    for name, given in typed(value, dict[str, Any], field).items():
+        if given is not None and name not in switches:
+            raise BadRequest(
+                f"{field}.{name:.100}: not passed on, {', '.join(switches)} are; a campaign sets others for all calls "
+                "by model.args: {default-chat-template-kwargs: {…}}"
+            )
+    return dict(msgspec.to_builtins(typed(value, TemplateSwitches, field)))
+
+
+# --- tables of options -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Option:
-    """What becomes of one option. ``None`` as its value counts as not given."""
+    """How one option is handled. The value ``None`` counts as not given."""
 
     check: Check | None = None
     """Checks the value and returns what is passed on."""
     passed: bool = True
-    """Whether the value goes on; else it is the gateway's own, or nobody's."""
+    """True if the value is passed on. Otherwise it is dropped, or only the gateway uses it."""
     refused: str = ""
     """Why a value is refused, with the remedy."""
     harmless: Any = False
-    """The value that is left out instead, as is every empty one: clients send defaults."""
+    """A value that is dropped instead of refused, like every empty one: clients send defaults."""
     constrains: str = ""
     """Condition under which the option constrains a call, so that its tokens get loss mask 0; empty: never."""
     becomes: str = ""
     """Name of the chat option that it is converted to, if that differs."""
 
 
-def _all(option: Option, names: str) -> dict[str, Option]:
-    return dict.fromkeys(names.split(), option)
+def flags(names: str) -> dict[str, Option]:
+    """Returns options that are true or false."""
+    return dict.fromkeys(names.split(), FLAG)
 
 
-def _refused(why: str, names: str, harmless: Any = False) -> dict[str, Option]:
-    return _all(Option(refused=why, harmless=harmless), names)
+def dropped(names: str) -> dict[str, Option]:
+    """Returns options that are not passed on."""
+    return dict.fromkeys(names.split(), DROPPED)
+
+
+def refused(why: str, names: str) -> dict[str, Option]:
+    """Returns options that are refused unless their value is empty."""
+    return dict.fromkeys(names.split(), Option(refused=why))
 
 
 DROPPED = Option(passed=False)
-_FLAG = Option(flag)
+FLAG = Option(of(bool))
 DIFFERS = "it differs from the policy's `sampling`"
 _ENGINES = "is not passed on; set it for the whole engine by model.args of the campaign file"
 _RECORDED = "is not served: the call could not be recorded"
 
-_SAMPLING: Mapping[str, Option] = {
+SAMPLING: Mapping[str, Option] = {
     "model": Option(text(512)),
     "max_tokens": Option(integer(1, COUNT)),
     "n": Option(integer(1, ALTERNATIVES)),
     "seed": Option(integer(-(2**63), 2**63 - 1)),
-    "stop": Option(texts(16, 1024)),
+    "stop": Option(of(Stop)),
     "temperature": Option(number(0, 2), constrains=DIFFERS),
     "top_p": Option(number(0, 1), constrains=DIFFERS),
     "top_k": Option(integer(-1, COUNT), constrains=DIFFERS),
@@ -89,102 +163,62 @@ _SAMPLING: Mapping[str, Option] = {
     "logit_bias": Option(logit_bias, constrains="it names a token"),
     "response_format": Option(response_format, constrains="its type is not text"),
     "structured_outputs": Option(structured_outputs, constrains="always"),
-    **_all(_FLAG, "add_special_tokens skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"),
-    **_all(_FLAG, "return_token_ids return_tokens_as_token_ids"),
-    "stream": Option(flag, passed=False),
-    "stream_options": Option(expect_object, passed=False),
+    **flags("add_special_tokens skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"),
+    **flags("return_token_ids return_tokens_as_token_ids"),
+    "stream": Option(of(bool), passed=False),
+    "stream_options": Option(of(dict[str, Any]), passed=False),
     # Clients send these, but they have no effect here.
-    **_all(DROPPED, "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
-    **_all(DROPPED, "request_id session_id include_reasoning stream_interval length_penalty truncation_side"),
+    **dropped("user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
+    **dropped("request_id session_id include_reasoning stream_interval length_penalty truncation_side"),
     # With these, the recorder cannot tell sampled tokens from others.
-    **_refused(_RECORDED, "echo suffix use_beam_search prompt_logprobs logprob_token_ids truncate_prompt_tokens"),
-    **_refused(_RECORDED, "prompt_embeds return_prompt_text return_token_offsets routed_experts_prompt_start"),
+    **refused(_RECORDED, "echo suffix use_beam_search prompt_logprobs logprob_token_ids truncate_prompt_tokens"),
+    **refused(_RECORDED, "prompt_embeds return_prompt_text return_token_offsets routed_experts_prompt_start"),
     "best_of": Option(refused=f"{_RECORDED}; give n", harmless=1),
     # These change the engine for other calls, name its files, hosts or code, or need unbounded computation.
-    **_refused(_ENGINES, "kv_transfer_params ec_transfer_params vllm_xargs priority cache_salt mm_processor_kwargs"),
-    **_refused(_ENGINES, "media_io_kwargs mm_payload return_mm_kwargs watermarking repetition_detection"),
-    **_refused(_ENGINES, "min_tokens ignore_eos stop_token_ids allowed_token_ids bad_words thinking_token_budget"),
-    **_refused(_ENGINES, "lora_path custom_logit_processor custom_params session_params return_hidden_states"),
-    **_refused(
+    **refused(_ENGINES, "kv_transfer_params ec_transfer_params vllm_xargs priority cache_salt mm_processor_kwargs"),
+    **refused(_ENGINES, "media_io_kwargs mm_payload return_mm_kwargs watermarking repetition_detection"),
+    **refused(_ENGINES, "min_tokens ignore_eos stop_token_ids allowed_token_ids bad_words thinking_token_budget"),
+    **refused(_ENGINES, "lora_path custom_logit_processor custom_params session_params return_hidden_states"),
+    **refused(
         "is not served; give response_format, or structured_outputs with json or choice",
         "guided_json guided_regex guided_choice guided_grammar regex ebnf json_schema structural_tag",
     ),
 }
 
 CHAT: Mapping[str, Option] = {
-    **_SAMPLING,
+    **SAMPLING,
     "messages": Option(content.messages),
     "tools": Option(content.tools, constrains="a function is `strict`, and tool_choice is not none"),
     "tool_choice": Option(content.tool_choice, constrains="it is required, or names a function"),
-    "parallel_tool_calls": _FLAG,
+    "parallel_tool_calls": FLAG,
     "max_completion_tokens": Option(integer(1, COUNT)),
-    "logprobs": _FLAG,
+    "logprobs": FLAG,
     "top_logprobs": Option(integer(0, 20)),
-    "reasoning_effort": Option(one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")),
-    "chat_template_kwargs": Option(thinking),
-    **_all(_FLAG, "add_generation_prompt continue_final_message"),
-    **_all(DROPPED, "modalities prediction verbosity web_search_options"),
-    **_refused(_ENGINES, "chat_template documents"),
-    **_refused("is not served; give tools and tool_choice", "functions function_call"),
-    **_refused("is not served; ask for text", "audio"),
+    "reasoning_effort": Option(of(Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"])),
+    "chat_template_kwargs": Option(template_switches),
+    **flags("add_generation_prompt continue_final_message"),
+    **dropped("modalities prediction verbosity web_search_options"),
+    **refused(_ENGINES, "chat_template documents"),
+    **refused("is not served; give tools and tool_choice", "functions function_call"),
+    **refused("is not served; ask for text", "audio"),
 }
 """``/v1/chat/completions``. The messages and responses APIs are converted to it."""
 
 COMPLETIONS: Mapping[str, Option] = {
-    **_SAMPLING,
+    **SAMPLING,
     "prompt": Option(prompt),
     "logprobs": Option(integer(0, 20)),
 }
 """``/v1/completions``."""
 
-_CONVERTED: Mapping[str, Option] = {
-    **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k")},
-    "stream": _FLAG,
-    "tools": Option(expect_list, becomes="tools"),
+CONVERTED: Mapping[str, Option] = {
+    **{name: SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k")},
+    "stream": FLAG,
     # vLLM's own, which the APIs themselves do not have.
-    **_all(DROPPED, "kv_transfer_params ec_transfer_params cache_salt mm_payload return_mm_kwargs watermarking"),
-    **_all(DROPPED, "vllm_xargs priority media_io_kwargs mm_processor_kwargs chat_template_kwargs"),
+    **dropped("kv_transfer_params ec_transfer_params cache_salt mm_payload return_mm_kwargs watermarking"),
+    **dropped("vllm_xargs priority media_io_kwargs mm_processor_kwargs chat_template_kwargs"),
 }
-
-MESSAGES: Mapping[str, Option] = {
-    **_CONVERTED,
-    "max_tokens": Option(integer(1, COUNT)),
-    "messages": Option(expect_list),
-    "system": Option(lambda value, field: value if isinstance(value, str) else expect_list(value, field)),
-    "stop_sequences": Option(texts(16, 1024), becomes="stop"),
-    "tool_choice": Option(expect_object, becomes="tool_choice"),
-    **_all(Option(expect_object, becomes="response_format"), "output_config output_format"),
-    **_all(DROPPED, "metadata service_tier thinking context_management cache_control betas speed inference_geo"),
-    # Tools that run at Anthropic are not offered to the model.
-    **_all(DROPPED, "container mcp_servers"),
-}
-"""``/v1/messages`` and ``/v1/messages/count_tokens``. The campaign decides how a model thinks."""
-
-RESPONSES_SAMPLING = (
-    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "logit_bias"),
-    "structured_outputs",
-)
-"""Options of a chat request that vLLM's responses API also has."""
-
-RESPONSES: Mapping[str, Option] = {
-    **_CONVERTED,
-    "input": Option(lambda value, field: value if isinstance(value, str) else expect_list(value, field)),
-    "instructions": Option(expect_text),
-    "max_output_tokens": Option(integer(1, COUNT), becomes="max_tokens"),
-    "text": Option(expect_object, becomes="response_format"),
-    "tool_choice": Option(lambda value, field: value, becomes="tool_choice"),
-    "parallel_tool_calls": _FLAG,
-    **{name: _SAMPLING[name] for name in RESPONSES_SAMPLING},
-    **_all(DROPPED, "include_reasoning request_id session_id skip_special_tokens include_stop_str_in_output"),
-    **_all(DROPPED, "reasoning include store metadata service_tier truncation user safety_identifier client_metadata"),
-    **_all(DROPPED, "prompt_cache_key prompt_cache_retention stream_options max_tool_calls top_logprobs"),
-    **_all(DROPPED, "context_management enable_response_messages ignore_eos stop_token_ids"),
-    **_refused(
-        "nothing is kept between requests here; send the whole conversation as input",
-        "previous_response_id conversation background prompt previous_input_messages",
-    ),
-}
-"""``/v1/responses``."""
+"""Options that the messages and responses APIs have in common."""
 
 
 def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,6 +232,8 @@ def allowed(table: Mapping[str, Option], body: Mapping[str, Any]) -> dict[str, A
         option = table.get(name)
         if option is None or value is None:
             continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON does not tell 5.0 from 5
         if option.refused:
             if value and value != option.harmless:
                 raise BadRequest(f"{name}: {option.refused}")

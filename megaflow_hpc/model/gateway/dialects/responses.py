@@ -16,30 +16,179 @@ previous_response_id, conversation, background refused: the whole input is to be
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
     Event,
     content_of,
-    expect_list,
-    expect_object,
-    expect_text,
     function_tool,
     image_part,
     new_id,
+    of,
     reasoning_of,
+    text_of,
     text_part,
+    typed,
 )
+from megaflow_hpc.model.gateway.dialects.bounds import written_arguments
 from megaflow_hpc.model.gateway.dialects.chat import error
-from megaflow_hpc.model.gateway.dialects.checks import written_arguments
-from megaflow_hpc.model.gateway.dialects.options import RESPONSES, RESPONSES_SAMPLING, allowed
+from megaflow_hpc.model.gateway.dialects.content import InputText, OutputText, Refusal, Text
+from megaflow_hpc.model.gateway.dialects.options import (
+    CONVERTED,
+    COUNT,
+    FLAG,
+    SAMPLING,
+    Option,
+    allowed,
+    dropped,
+    integer,
+    refused,
+)
 from megaflow_hpc.model.gateway.meaning import RAW_ARGUMENT, arguments_of
 
 __all__ = ["answer", "error", "error_event", "events", "request"]
 FREE_TEXT = {"type": "object", "properties": {RAW_ARGUMENT: {"type": "string"}}, "required": [RAW_ARGUMENT]}
-TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+# --- the types of a request ------------------------------------------------------------------------------------------
+
+
+class ReasoningText(Text, tag="reasoning_text"):
+    """Text of the model's reasoning."""
+
+
+class SummaryText(Text, tag="summary_text"):
+    """A summary of the model's reasoning."""
+
+
+class InputImage(Struct, tag="input_image"):
+    image_url: str
+
+
+Part = InputText | OutputText | Text | ReasoningText | SummaryText | Refusal | InputImage
+
+
+class MessageItem(Struct, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+
+
+class ReasoningItem(Struct, tag="reasoning"):
+    content: str | list[Part] | None = None
+
+
+class CallItem(Struct):
+    """Fields of every call."""
+
+    name: str
+    call_id: str | None = None
+    namespace: str | None = None
+
+
+class FunctionCallItem(CallItem, tag="function_call", kw_only=True):
+    arguments: str
+
+
+class CustomCallItem(CallItem, tag="custom_tool_call"):
+    input: str | None = None
+
+
+class ResultItem(Struct, tag="function_call_output"):
+    call_id: str | None = None
+    output: str | list[Part] | None = None
+
+
+class CustomResultItem(ResultItem, tag="custom_tool_call_output"):
+    """The result of a custom tool's call."""
+
+
+Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | ResultItem | CustomResultItem
+
+
+class FunctionTool(Struct, tag="function"):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Grammar(Struct):
+    """The form of a custom tool's text."""
+
+    definition: str | None = None
+
+
+class CustomTool(Struct, tag="custom"):
+    name: str
+    description: str | None = None
+    format: Grammar | None = None
+
+
+class Namespace(Struct, tag="namespace"):
+    name: str
+    tools: list[dict[str, Any]] | None = None
+
+
+SERVED_TOOLS = ("function", "custom", "namespace")
+
+
+class FunctionChoice(Struct, tag="function"):
+    name: str
+
+
+class CustomChoice(Struct, tag="custom"):
+    name: str
+
+
+class AllowedTools(Struct, tag="allowed_tools"):
+    mode: str | None = None
+
+
+Choice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedTools
+
+
+class TextOptions(Struct):
+    format: dict[str, Any] | None = None
+
+
+def items(value: Any, field: str) -> list[Item]:
+    """Returns the items of a conversation. An item without a type is a message."""
+    if isinstance(value, str):
+        return [MessageItem("user", value)]
+    objects = typed(value, list[dict[str, Any]], field)
+    with_types = [item if item.get("type") else {**item, "type": "message"} for item in objects]
+    return list(typed(with_types, list[Item], field))
+
+
+RESPONSES_SAMPLING = (
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "logit_bias"),
+    "structured_outputs",
+)
+"""Options of a chat request that vLLM's responses API also has."""
+
+RESPONSES: Mapping[str, Option] = {
+    **CONVERTED,
+    "input": Option(items),
+    "instructions": Option(of(str)),
+    "max_output_tokens": Option(integer(1, COUNT), becomes="max_tokens"),
+    "text": Option(of(TextOptions), becomes="response_format"),
+    "tools": Option(of(list[dict[str, Any]]), becomes="tools"),
+    "tool_choice": Option(of(Choice), becomes="tool_choice"),
+    "parallel_tool_calls": FLAG,
+    **{name: SAMPLING[name] for name in RESPONSES_SAMPLING},
+    **dropped("include_reasoning request_id session_id skip_special_tokens include_stop_str_in_output"),
+    **dropped("reasoning include store metadata service_tier truncation user safety_identifier"),
+    **dropped("client_metadata prompt_cache_key prompt_cache_retention stream_options max_tool_calls"),
+    **dropped("top_logprobs context_management enable_response_messages ignore_eos stop_token_ids"),
+    **refused(
+        "nothing is kept between requests here; send the whole conversation as input",
+        "previous_response_id conversation background prompt previous_input_messages",
+    ),
+}
+"""``/v1/responses``."""
 
 
 # --- the request -----------------------------------------------------------------------------------------------------
@@ -51,7 +200,8 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     asked |= {k: given[k] for k in ("model", "temperature", "top_p", "top_k", *RESPONSES_SAMPLING) if k in given}
     if "max_output_tokens" in given:
         asked["max_tokens"] = given["max_output_tokens"]
-    form = expect_object(given.get("text", {}).get("format") or {}, "text.format")
+    text: TextOptions | None = given.get("text")
+    form = (text and text.format) or {}
     if form.get("type") == "json_schema":
         schema = {k: form[k] for k in ("name", "schema", "strict") if k in form}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -60,7 +210,7 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = [tool for _, tool in _tools(given)]
     if tools:
         asked["tools"] = tools
-        if given.get("tool_choice"):
+        if "tool_choice" in given:
             asked["tool_choice"] = _tool_choice(given["tool_choice"])
         if given.get("parallel_tool_calls") is False:
             asked["parallel_tool_calls"] = False
@@ -70,25 +220,24 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     system: list[str] = []
     if body.get("instructions"):
-        system.append(expect_text(body["instructions"], "instructions"))
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not items:
-        raise BadRequest("input: expected a text or a list of at least one item")
+        system.append(body["instructions"])
     messages: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        where = f"input[{number}]"
-        kind = expect_object(item, where).get("type") or "message"
-        if kind == "message":
-            _add_message(messages, system, item, where)
-        elif kind == "reasoning":
-            _answer_of(messages, "reasoning")["reasoning"] = _texts(item.get("content") or [], f"{where}.content")
-        elif kind in ("function_call", "custom_tool_call"):
-            _answer_of(messages, "tool_calls").setdefault("tool_calls", []).append(_call(item, kind, where))
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            messages += _result(item, where)
-        else:
-            raise BadRequest(f"{where}: an item of type {kind!r} is not served; messages, reasoning and calls are")
+    if not body.get("input"):
+        raise BadRequest("input: expected a text or a list of at least one item")
+    for item in body["input"]:
+        match item:
+            case MessageItem("assistant"):
+                _answer_of(messages, "content")["content"] = text_of(_parts(item.content))
+            case MessageItem("system" | "developer") if not messages:
+                system.append(text_of(_parts(item.content)))
+            case MessageItem():
+                messages.append({"role": "user", "content": content_of(_parts(item.content))})
+            case ReasoningItem(content):
+                _answer_of(messages, "reasoning")["reasoning"] = text_of(_parts(content or []))
+            case FunctionCallItem() | CustomCallItem():
+                _answer_of(messages, "tool_calls").setdefault("tool_calls", []).append(_call(item))
+            case ResultItem():
+                messages += _result(item)
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     for message in messages:
@@ -99,18 +248,6 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not any(m["role"] != "system" for m in messages):
         raise BadRequest("input: expected at least one message of the user")
     return messages
-
-
-def _add_message(messages: list[dict[str, Any]], system: list[str], item: Mapping[str, Any], where: str) -> None:
-    role, content = item.get("role"), item.get("content")
-    if role == "assistant":
-        _answer_of(messages, "content")["content"] = _texts(content, f"{where}.content")
-    elif role in ("system", "developer") and not messages:
-        system.append(_texts(content, f"{where}.content"))
-    elif role in ("system", "developer", "user"):
-        messages.append({"role": "user", "content": content_of(_parts(content, f"{where}.content"))})
-    else:
-        raise BadRequest(f"{where}.role: expected user, assistant, system or developer, found {role!r}")
 
 
 ORDER = ("reasoning", "content", "tool_calls")
@@ -126,43 +263,30 @@ def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _call(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    name = expect_text(item.get("name"), f"{where}.name")
-    if kind == "custom_tool_call":
-        arguments = written_arguments({RAW_ARGUMENT: item.get("input") or ""}, where)
+def _call(item: FunctionCallItem | CustomCallItem) -> dict[str, Any]:
+    if isinstance(item, FunctionCallItem):
+        arguments = item.arguments
     else:
-        arguments = expect_text(item.get("arguments"), f"{where}.arguments")
-    name = f"{item['namespace']}__{name}" if item.get("namespace") else name
-    return {"id": item.get("call_id") or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+        arguments = written_arguments({RAW_ARGUMENT: item.input or ""}, "input")
+    name = f"{item.namespace}__{item.name}" if item.namespace else item.name
+    return {"id": item.call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _result(item: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    parts = _parts(item.get("output") or "", f"{where}.output")
-    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    yield {"role": "tool", "tool_call_id": item.get("call_id") or "", "content": text}
+def _result(item: ResultItem) -> Iterator[dict[str, Any]]:
+    parts = _parts(item.output or "")
+    yield {"role": "tool", "tool_call_id": item.call_id or "", "content": text_of(parts, "\n")}
     if images := [part for part in parts if part["type"] != "text"]:
         yield {"role": "user", "content": images}
 
 
-def _parts(content: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [text_part(content)]
-    parts = []
-    for number, part in enumerate(expect_list(content, where)):
-        kind = expect_object(part, f"{where}[{number}]").get("type")
-        if kind in TEXTS:
-            parts.append(text_part(expect_text(part.get("text"), f"{where}[{number}].text")))
-        elif kind == "refusal":
-            parts.append(text_part(str(part.get("refusal") or "")))
-        elif kind == "input_image" and isinstance(part.get("image_url"), str):
-            parts.append(image_part(part["image_url"]))
-        else:
-            raise BadRequest(f"{where}[{number}]: content of type {kind!r} is not served; text and image_url are")
-    return parts
+def _parts(content: str | Sequence[Part]) -> list[dict[str, Any]]:
+    return [text_part(content)] if isinstance(content, str) else [_part(part) for part in content]
 
 
-def _texts(content: Any, where: str) -> str:
-    return "".join(part["text"] for part in _parts(content, where) if part["type"] == "text")
+def _part(part: Part) -> dict[str, Any]:
+    if isinstance(part, InputImage):
+        return image_part(part.image_url)
+    return text_part(part.refusal if isinstance(part, Refusal) else part.text)
 
 
 Kind = tuple[str, str, str]
@@ -170,44 +294,38 @@ Kind = tuple[str, str, str]
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
-    """Yields the functions that are offered to the model."""
-    for number, tool in enumerate(expect_list(body.get("tools") or [], "tools")):
+    """Yields the functions that are offered to the model. Tools that run at OpenAI are not."""
+    for number, given in enumerate(body.get("tools") or ()):
         where = f"tools[{number}]"
-        kind = expect_object(tool, where).get("type")
-        if kind == "function":
-            yield _function(tool, "", where)
-        elif kind == "namespace":
-            space = expect_text(tool.get("name"), f"{where}.name")
-            for n, inner in enumerate(expect_list(tool.get("tools") or [], f"{where}.tools")):
-                if expect_object(inner, f"{where}.tools[{n}]").get("type") == "function":
-                    yield _function(inner, space, f"{where}.tools[{n}]")
-        elif kind == "custom":
-            name = expect_text(tool.get("name"), f"{where}.name")
-            form = expect_object(tool.get("format") or {}, f"{where}.format")
-            texts = [
-                expect_text(tool.get("description") or "", f"{where}.description"),
-                expect_text(form.get("definition") or "", f"{where}.format.definition"),
-            ]
-            described = "\n\n".join(text for text in texts if text)
-            yield ("custom_tool_call", "", name), function_tool(name, described, FREE_TEXT)
+        if given.get("type") not in SERVED_TOOLS:
+            continue
+        match typed(given, FunctionTool | CustomTool | Namespace, where):
+            case FunctionTool() as tool:
+                yield _function(tool, "")
+            case CustomTool(name, description, form):
+                texts = (description, form.definition if form else None)
+                described = "\n\n".join(text for text in texts if text)
+                yield ("custom_tool_call", "", name), function_tool(name, described, FREE_TEXT)
+            case Namespace(name, tools):
+                for n, inner in enumerate(tools or ()):
+                    if inner.get("type") == "function":
+                        yield _function(typed(inner, FunctionTool, f"{where}.tools[{n}]"), name)
 
 
-def _function(tool: Mapping[str, Any], space: str, where: str) -> tuple[Kind, dict[str, Any]]:
-    name = expect_text(tool.get("name"), f"{where}.name")
-    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
-    flat = f"{space}__{name}" if space else name
-    return ("function_call", space, name), function_tool(flat, tool.get("description"), parameters)
+def _function(tool: FunctionTool, space: str) -> tuple[Kind, dict[str, Any]]:
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    flat = f"{space}__{tool.name}" if space else tool.name
+    return ("function_call", space, tool.name), function_tool(flat, tool.description, parameters)
 
 
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, str) and choice in ("auto", "none", "required"):
-        return choice
-    kind = expect_object(choice, "tool_choice").get("type")
-    if kind in ("function", "custom"):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind == "allowed_tools":
-        return "required" if choice.get("mode") == "required" else "auto"
-    raise BadRequest(f"tool_choice: {choice!r} is not served; auto, none, required or a function is")
+def _tool_choice(choice: Choice) -> Any:
+    match choice:
+        case str():
+            return choice
+        case AllowedTools(mode):
+            return "required" if mode == "required" else "auto"
+        case FunctionChoice(name) | CustomChoice(name):
+            return {"type": "function", "function": {"name": name}}
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------

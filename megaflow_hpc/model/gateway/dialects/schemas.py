@@ -1,23 +1,171 @@
-"""Refuses JSON schemas whose references form a cycle without describing a part of the value.
+"""JSON schemas and formats that an answer is held to, which engines compile to a grammar.
 
-An example is ``{"$ref": "#"}``. Engines compile it to a grammar that allows no token, and answer 500. Longer cycles
-through ``allOf``, ``anyOf`` and other keywords that apply a schema to the same value do the same. A cycle through
-``properties`` or ``items`` describes a part of the value, and is valid.
+A schema's size, depth, counts and expressions are bounded. References that form a cycle without describing a part of
+the value are refused. An example is ``{"$ref": "#"}``. Engines compile it to a grammar that allows no token, and answer
+500. Longer cycles through ``allOf``, ``anyOf`` and other keywords that apply a schema to the same value do the same. A
+cycle through ``properties`` or ``items`` describes a part of the value, and is valid.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from megaflow_hpc.model.gateway.dialects.base import BadRequest
+import msgspec
+from msgspec import Meta
 
+from megaflow_hpc.model.gateway.dialects.base import BadRequest, of, shown, typed
+from megaflow_hpc.model.gateway.dialects.bounds import bounded
+
+MAX_SCHEMA_BYTES = 2**16
+"""Largest schema that an answer is held to, as JSON."""
+MAX_SCHEMA_COUNT = 100_000
+"""Largest ``maxLength``, ``minItems`` and the like."""
+MAX_PATTERN_LENGTH = 512
+"""Characters of a regular expression."""
+MAX_PATTERN_COUNT = 1000
+"""Largest ``{count}`` in a regular expression."""
+MAX_PATTERN_GROUPS = 100
+"""Largest product of the counts of groups in a regular expression."""
 HERE = ("not", "if", "then", "else")
 """Keywords with one schema that applies to the same value, like ``$ref``."""
 HERE_EACH = ("allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
 """Keywords with a list or map of schemas that apply to the same value."""
 MOVING = ("$dynamicRef", "$recursiveRef")
 """References whose target depends on the context. Engines ignore them."""
+_COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
+_UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
+"""Lookahead, lookbehind and backreferences, which engines do not support."""
+_KINDS = (r"\s", r"\S"), (r"\d", r"\D"), (r"\w", r"\W")
+_EXCLUDED = [rf"\[\^[^\]]*\{a}[^\]]*\{b}" for one in _KINDS for a, b in (one, one[::-1])]
+_NOTHING = re.compile("|".join([*_EXCLUDED, r"(?<!\\)\[\]"]))
+"""Character classes that match nothing, such as ``[^\\s\\S]`` and ``[]``."""
+_COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
+_count = of(Annotated[int, Meta(ge=0, le=MAX_SCHEMA_COUNT)])
+
+
+# --- options that hold an answer to a schema -------------------------------------------------------------------------
+
+
+class TextFormat(msgspec.Struct, tag="text"):
+    """Any text."""
+
+
+class ObjectFormat(msgspec.Struct, tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, omit_defaults=True):
+    """A schema as the chat API wraps it."""
+
+    schema: dict[str, Any]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.name = self.name or "output"
+
+
+class SchemaFormat(msgspec.Struct, tag="json_schema"):
+    """JSON of one schema."""
+
+    json_schema: NamedSchema
+
+
+def response_format(value: Any, field: str) -> dict[str, Any]:
+    """Passes ``text``, ``json_object``, and ``json_schema`` with a schema that :func:`compiled_schema` passes."""
+    given = typed(value, TextFormat | ObjectFormat | SchemaFormat, field)
+    if isinstance(given, SchemaFormat):
+        compiled_schema(given.json_schema.schema, f"{field}.json_schema.schema")
+    return dict(msgspec.to_builtins(given))
+
+
+class StructuredOutputs(msgspec.Struct, omit_defaults=True):
+    """vLLM's constraints, of which one is given. Regular expressions and grammars are not for agents to give."""
+
+    json: dict[str, Any] | None = None
+    json_object: bool | None = None
+    choice: Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=256)] | None = None
+
+
+def structured_outputs(value: Any, field: str) -> dict[str, Any]:
+    """Passes vLLM's ``json``, ``json_object`` and ``choice``, one of them."""
+    options = typed(value, dict[str, Any], field)
+    chosen = {name: given for name, given in options.items() if given not in (None, False)}
+    if len(chosen) != 1 or not chosen.keys() <= {"json", "json_object", "choice"}:
+        found = ", ".join(chosen) or "nothing"
+        raise BadRequest(f"{field}: expected one of json, json_object and choice, found {found:.200}")
+    given = typed(chosen, StructuredOutputs, field)
+    if given.json is not None:
+        compiled_schema(given.json, f"{field}.json")
+    return dict(msgspec.to_builtins(given))
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def compiled_schema(schema: Mapping[str, Any], field: str) -> None:
+    """Raises :class:`BadRequest` if a schema costs an engine too much to compile, or compiles to nothing."""
+    bounded(schema, field, MAX_SCHEMA_BYTES)
+    for inner in _schemas(schema):
+        for name, value in inner.items():
+            _check_keyword(name, value, field)
+    check_progress(schema, field, compiled=True)
+
+
+def _check_keyword(name: str, value: Any, field: str) -> None:
+    if name == "pattern" and isinstance(value, str):
+        _check_pattern(value, f"{field}: pattern")
+    elif name == "patternProperties" and isinstance(value, Mapping):
+        for pattern in value:
+            _check_pattern(pattern, f"{field}: patternProperties")
+    elif name == "$ref" and isinstance(value, str) and not value.startswith("#"):
+        raise BadRequest(f"{field}: $ref {shown(value)} leads out of the schema")
+    elif name == "enum" and value == []:
+        raise BadRequest(f"{field}: enum [] allows no value")
+    elif name == "multipleOf" and isinstance(value, int | float) and not value > 0:
+        raise BadRequest(f"{field}: multipleOf {shown(value)}: expected a number above 0")
+    elif name in _COUNTS and not isinstance(value, Mapping):  # a map describes a property of that name
+        _count(int(value) if isinstance(value, float) and value.is_integer() else value, f"{field}: {name}")
+
+
+def _check_pattern(pattern: str, field: str) -> None:
+    if _too_large(pattern):
+        raise BadRequest(
+            f"{field}: {shown(pattern)} is too large to compile; {MAX_PATTERN_LENGTH} characters, counts up to "
+            f"{MAX_PATTERN_COUNT}, and counts of groups that multiply to {MAX_PATTERN_GROUPS} are allowed"
+        )
+    if _UNKNOWN.search(pattern) or _NOTHING.search(pattern) or not _parses(pattern):
+        raise BadRequest(
+            f"{field}: engines cannot compile the expression {shown(pattern)}: it does not parse, or has a "
+            "lookaround, a backreference or an empty character class"
+        )
+
+
+def _too_large(pattern: str) -> bool:
+    if len(pattern) > MAX_PATTERN_LENGTH:
+        return True
+    groups = 1
+    for group, *counts in _COUNTED.findall(pattern):
+        count = max(int(digits or 0) for digits in counts)
+        if count > MAX_PATTERN_COUNT:
+            return True
+        if group:
+            groups *= max(count, 1)
+    return groups > MAX_PATTERN_GROUPS
+
+
+def _parses(pattern: str) -> bool:
+    """Returns whether an expression parses in Python, which has another syntax for named groups."""
+    try:
+        re.compile(pattern.replace("(?<", "(?P<"))
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+# --- references ------------------------------------------------------------------------------------------------------
 
 
 def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> None:

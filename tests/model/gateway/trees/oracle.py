@@ -17,7 +17,7 @@ from typing import Any
 from megaflow_hpc.cli.runs import show
 from megaflow_hpc.report.transcripts import transcript_of
 from megaflow_hpc.trajectories.exports import atif, jsonl
-from megaflow_hpc.trajectories.reading.conversations import Call
+from megaflow_hpc.trajectories.reading.conversations import ConversationCall
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
@@ -207,7 +207,7 @@ class Oracle:
         self._check_conversations(row, calls)
         return found
 
-    def _check_conversations(self, row: Row, calls: Sequence[Call]) -> None:
+    def _check_conversations(self, row: Row, calls: Sequence[ConversationCall]) -> None:
         """Each call is in a conversation in which the messages before it are those that were asked."""
         own = Counter[int]()
         for one in row.conversations:

@@ -1,0 +1,41 @@
+"""Reads and writes the JSON files of a run directory as typed records. Their content is not trusted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.files import LARGEST, read_regular
+
+T = TypeVar("T")
+
+
+def read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T:
+    """Reads one file. Keys that ``kind`` does not have are ignored.
+
+    Raises:
+        OSError: The file is missing, is not a regular file, or cannot be read now.
+        ValueError: The file is damaged. The message names the file, the field and the expected type.
+    """
+    data = read_regular(path, max_bytes)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def try_read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T | None:
+    """Reads one file. Returns ``None`` if it is missing or damaged, or cannot be read now."""
+    try:
+        return read_json(path, kind, max_bytes)
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(path: Path, record: msgspec.Struct, mode: int | None = None) -> None:
+    """Publishes a record at ``path``; see :func:`~megaflow_hpc.host.atomic.write_atomic`."""
+    write_json(path, msgspec.to_builtins(record), mode)

@@ -1,0 +1,219 @@
+"""Controls how stale rollouts become, by when they are requested. Sampled rollouts are never thrown away for it.
+
+A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested when step s - 1 - k is
+committed. A step takes complete groups first. It waits for an incomplete group that would be older than k in the next
+step. With k = 0 training is synchronous, and a batch also waits until every engine has loaded the newest version.
+If dropped groups are replaced (``batch.refill``), a step requests further tasks itself. Tasks that a trainer requests
+(:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.ledger.blocks import add_blocks
+from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.weights import current
+from megaflow_hpc.training.algorithms import Prompts
+from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
+from megaflow_hpc.training.policy import TrainedPolicy
+from megaflow_hpc.types import Rollout
+
+ASYNCHRONOUS_BATCHES = 4
+"""Batches under way in asynchronous training, which has no bound: enough that pods never wait, and few enough that
+their samples are still useful."""
+FIRST_ADDED_ROUND = 10**9
+"""First round of tasks that a trainer requests itself."""
+FIRST_REFILL_ROUND = 10**10
+"""First round of tasks that a step requests in the place of dropped ones."""
+MAX_REFILLS = 1000
+"""Refills that a step has numbers for; no step requests as many."""
+
+
+class StalenessControl:
+    """Requests the batches of one policy.
+
+    Args:
+        files: where batches are recorded.
+        policy: the policy that is trained.
+        config: the section ``training``.
+    """
+
+    def __init__(self, files: TrainingFiles, policy: TrainedPolicy, config: TrainingConfig) -> None:
+        self._files, self._policy, self._config = files, policy, config
+        self._prompts = Prompts(config.prompts)
+        self._versions: dict[tuple[type[TaskBatch], int], int] = {}
+        """Kind and number of a request → ordinal of the newest weights at its time."""
+        self._added = max(0, *files.numbers(TaskBatch), 0)
+        """Batches whose blocks exist. Those of the last recorded batch may be missing."""
+        self._refills_are_complete = False
+        """Whether the blocks of every refill exist. Those of the last recorded refill may be missing."""
+
+    @property
+    def ahead(self) -> int:
+        """Batches under way in addition to that of the next step."""
+        bound = self._config.mode.bound
+        return ASYNCHRONOUS_BATCHES if bound is None else bound * self._config.publish.every
+
+    def is_due(self, rounds: Collection[int], version: int) -> bool:
+        """Returns whether the next step must use one of these rounds, because it would be too old for the step after.
+
+        Args:
+            version: ordinal of the newest weights.
+        """
+        bound = self._config.mode.bound
+        asked = {self._record_of(round) for round in rounds}
+        return bound is not None and any(version - self._version_of(*one) >= bound for one in asked)
+
+    def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
+        """Returns the number of groups that a step must settle, so that none is too old for the step after.
+
+        Args:
+            complete: the complete groups.
+            open_groups: number of groups that are not settled, complete or not.
+            version: ordinal of the newest weights.
+        """
+        bound = self._config.mode.bound
+        if bound is None:
+            return 0
+        later_batches = [number for number in self._files.numbers(TaskBatch) if number >= step]
+        counted_on = sum(len(batch.tasks) for number in later_batches if (batch := self.batch(number)))
+        late = sum(version - group.oldest >= bound for group in complete)
+        return min(late, open_groups - counted_on)  # none that a later step waits for
+
+    def want(self, step: int) -> int:
+        """Returns the number of groups that a step waits for: those of its batch."""
+        batch = self.batch(step - 1)
+        return len(batch.tasks) if batch else self._config.batch.tasks
+
+    def _record_of(self, round: int) -> tuple[type[TaskBatch], int]:
+        """Returns kind and number of the request that a round belongs to."""
+        if round < FIRST_ADDED_ROUND:
+            return TaskBatch, round // self._config.batch.tasks
+        if round < FIRST_REFILL_ROUND:
+            return Added, round - FIRST_ADDED_ROUND
+        return Refill, (round - FIRST_REFILL_ROUND) // self._config.batch.tasks
+
+    def _version_of(self, kind: type[TaskBatch], number: int) -> int:
+        if (kind, number) not in self._versions:
+            found = self._files.read(kind, number)
+            self._versions[kind, number] = found.version if found else 0
+        return self._versions[kind, number]
+
+    def keep(self, committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:
+        """Requests the batches that are due, and completes a refill that was interrupted.
+
+        Args:
+            committed: number of committed steps.
+            learned: what the choice of tasks has learned from the steps planned so far.
+            say: gets a line if requests wait for engines.
+
+        Raises:
+            OSError: the run directory does not answer; the next call continues.
+        """
+        if not self._refills_are_complete:
+            last = next(reversed(self._files.numbers(Refill)), None)
+            if last is not None and (refill := self._files.read(Refill, last)):
+                self._add_blocks(refill, f"refill.{last:06d}")  # adds nothing if they exist
+            self._refills_are_complete = True
+        while self._added < min(committed + 1 + self.ahead, self._config.steps):
+            if self._config.mode.bound == 0 and (late := self._late_engines()):
+                say(late)
+                return
+            self._add(self._added, learned)
+            self._added += 1
+
+    def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
+        """Requests tasks in addition to those that are due. A token requests only once.
+
+        Raises:
+            LedgerError: the token is not a valid file name, or was used for other tasks.
+            OSError: the run directory does not answer; the call may be repeated.
+        """
+        number = zlib.crc32(token.encode())
+        version = current(self._files.run, self._policy.name).ordinal
+        chosen = [(task, FIRST_ADDED_ROUND + number) for task in tasks]
+        added = Added(batch=self._added, tasks=chosen, samples=samples or self._policy.samples, version=version)
+        self._files.claim(number, added)  # before its blocks, so that their age is known once they exist
+        self._add_blocks(added, f"added.{token}")
+
+    def refills(self, step: int) -> int:
+        """Returns the number of refills that a step has requested."""
+        return sum(number // MAX_REFILLS == step for number in self._files.numbers(Refill))
+
+    def refill(self, step: int, count: int, learned: dict[str, object]) -> bool:
+        """Requests ``count`` further tasks for a step, at most a batch of them. Returns whether any task was left.
+
+        Raises:
+            OSError: the run directory does not answer; the next :meth:`keep` continues.
+        """
+        number = step * MAX_REFILLS + self.refills(step)
+        first_round = FIRST_REFILL_ROUND + number * self._config.batch.tasks
+        tasks, version, state = self._choose(self._added, count, first_round, learned, [3, number])
+        if not tasks:
+            return False
+        refill = Refill(batch=self._added, tasks=tasks, samples=self._policy.samples, version=version, state=state)
+        self._refills_are_complete = False
+        self._add_blocks(self._files.claim(number, refill), f"refill.{number:06d}")
+        self._refills_are_complete = True
+        return True
+
+    def batch(self, number: int) -> TaskBatch | None:
+        """Returns a batch by its number, from 0; ``None`` if it is not requested yet."""
+        return self._files.read(TaskBatch, number)
+
+    def _late_engines(self) -> str:
+        """Returns the engines that synchronous training waits for; empty if there are none."""
+        run, policy = self._files.run, self._policy.name
+        wanted = current(run, policy).version
+        serving = EndpointFiles(run).serving(policy)
+        behind = [server.server for server in serving if server.weight_version != wanted]
+        return f"waits for {', '.join(behind)} to load weights {wanted}" if behind else ""
+
+    def _add(self, number: int, learned: dict[str, object]) -> None:
+        batch = self.batch(number)
+        if batch is None:
+            first, count = number * self._config.batch.tasks, self._config.batch.tasks
+            tasks, version, state = self._choose(number, count, first, learned, [1, number])
+            batch = TaskBatch(batch=number, tasks=tasks, samples=self._policy.samples, version=version, state=state)
+            batch = self._files.claim(number, batch)
+        self._add_blocks(batch, f"{number:06d}")
+
+    def _add_blocks(self, batch: TaskBatch, token: str) -> None:
+        rollouts = [
+            Rollout(task, self._policy.name, sample, self._policy.agent, round)
+            for task, round in batch.tasks
+            for sample in range(batch.samples)
+        ]
+        if rollouts:  # empty if no task is left to request
+            token = f"{self._policy.name}.{token}"
+            add_blocks(self._files.run, rollouts, token=token, pods=self._policy.pods)
+
+    def _choose(
+        self, batches: int, count: int, first: int, learned: dict[str, object], seed: list[int]
+    ) -> tuple[list[tuple[str, int]], int, dict[str, Any]]:
+        """Returns tasks with their rounds, the ordinal of the newest version, and the state afterwards.
+
+        Args:
+            batches: number of batches requested before.
+            first: the first round.
+        """
+        last = next(reversed(self._files.numbers(Refill)), None)
+        refill = None if last is None else self._files.read(Refill, last)
+        earlier = refill if refill and refill.batch == batches else self.batch(batches - 1) if batches else None
+        random = np.random.default_rng([self._config.seed, *seed])
+        chosen, state = self._prompts.choose(
+            self._policy.tasks, count, {**(earlier.state if earlier else {}), **learned}, random
+        )
+        times: dict[str, int] = {}
+        tasks = []
+        for task in chosen:
+            times[task] = times.get(task, -1) + 1
+            tasks.append((task, first + times[task]))  # no task is chosen more often than there are rounds
+        return tasks, current(self._files.run, self._policy.name).ordinal, state
