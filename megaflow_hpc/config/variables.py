@@ -137,7 +137,6 @@ _BY_HAND = (
         "none: each is used where it works",
         "sandboxes",
     ),
-    Variable("IMAGE_FORM", "how they see images: tree, mount, direct or auto", "auto: by what costs less", "sandboxes"),
     Variable("TEST_BASE_SIF", "image to measure with", "none; --image names one", "bench, tests"),
 )
 _CLONE = (

@@ -22,7 +22,7 @@ from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.build_progress import BuildProgress
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.trajectories.reading.durations import Durations
@@ -37,7 +37,7 @@ class Watch(Protocol):
     def say(self, line: str) -> None:
         """Gets a line for each step of an image that is made, and some for what is fetched."""
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Gets how far the making of images is, some times a second."""
 
 
@@ -50,7 +50,7 @@ class Silent:
     def say(self, line: str) -> None:
         """Keeps it to itself."""
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Keeps it to itself."""
 
 

@@ -20,7 +20,7 @@ from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
 from megaflow_hpc.config.quotas import gateways, slots_of_rank
 from megaflow_hpc.config.slurm import CPUS_PER_RANK
-from megaflow_hpc.environments.images.room import room
+from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger.blocks import split
 from megaflow_hpc.slurm import fits, resources
@@ -305,7 +305,7 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
     found = []
     for what, path, size, count in wanted:
         try:
-            there = room(path)
+            there = disk_quota(path)
         except OSError:
             continue
         free_inodes = None if math.isinf(there.free_inodes) else there.free_inodes

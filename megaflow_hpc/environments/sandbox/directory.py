@@ -110,7 +110,6 @@ class SandboxDirectory:
             if new := [own for own in self._own_binds(spec) if own not in self._laid_out]:
                 self._laid_out |= await asyncio.to_thread(lambda: {own: _size(own) for own in new})
             self.measured_by(watch, spec)
-            self.access.check()
             container.prepare(spec.env, spec.as_root, spec.workdir, self.access.settings)
             pristine = self._is_new
             line = self.access.command_line(

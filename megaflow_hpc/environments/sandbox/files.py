@@ -306,17 +306,13 @@ async def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _nothing_at(paths: LayerPaths, path: str) -> bool:
-    """Whether there is nothing at the absolute ``path``, or an empty directory that the layer alone has.
+    """Returns whether nothing is at the absolute ``path``, or an empty directory that the layer alone has.
 
-    ``False`` also where it cannot be told: a link or a deletion is in the way, the image has something there or is not
-    unpacked. Nothing may run in the sandbox. No link of the layer is followed.
+    Also ``False`` if a link or a deletion is in the way, or if the image has something there. No process may run in the
+    sandbox. No link of the layer is followed.
     """
     parts = PurePosixPath(path).parts[1:]
-    return (
-        ".." not in parts
-        and _nothing_in_layer(paths, parts)
-        and (paths.image is not None and not leads(paths.image, parts))
-    )
+    return ".." not in parts and _nothing_in_layer(paths, parts) and not leads(paths.image, parts)
 
 
 def _nothing_in_layer(paths: LayerPaths, parts: tuple[str, ...]) -> bool:

@@ -270,7 +270,7 @@ class ApptainerSandbox(SandboxFiles):
         """
         container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
-        result = await container.commands.run(
+        return await container.commands.run(
             command,
             cwd=os.path.join(self.workdir, cwd) if cwd else self.workdir,
             env=env,
@@ -279,8 +279,6 @@ class ApptainerSandbox(SandboxFiles):
             limit=self._output_limit if output_limit is None else output_limit,
             on_output=on_output,
         )
-        self._dir.access.check(result.exit_code)
-        return result
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: a free port). The caller closes it.

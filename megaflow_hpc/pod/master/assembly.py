@@ -70,14 +70,6 @@ def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
 
 
-def starts_a_task(planned: RunRecord, tasks: int) -> float:
-    """Returns the mean number of sandboxes that one node will start for each task."""
-    training, total = planned.config.training, planned.total
-    for name in training.policies if training else ():
-        total += training.steps * training.batch.tasks * planned.policies[name].samples if training else 0
-    return total / max(tasks, 1) / planned.config.slurm.pods.total_nodes
-
-
 def lead(run: RunDir, comm: Comm) -> str:
     """Runs rank 0 from its lease to its last word, which is returned and left for the supervisor.
 
@@ -120,7 +112,6 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         },
         tasks=tasks,
         pods=config.slurm.pods.total,
-        starts_a_task=starts_a_task(planned, len(tasks)),
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},
         limits=config.limits,
         held_out=frozenset(planned.held_out),

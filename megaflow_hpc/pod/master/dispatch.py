@@ -74,11 +74,10 @@ class Dispatch:
         """The last claim found no block."""
         return self._looked_at is not None
 
-    def coming(self) -> list[tuple[str, float]]:
-        """Returns the known images of the rollouts that run and that start next, each with the number of sandboxes
-        that one node will start of it."""
+    def coming(self) -> list[str]:
+        """Returns the images of running rollouts and of those that start next here, as far as they are known."""
         tasks: list[PlannedTask] = [*self._scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
-        return list({task.image: (task.image, self._pod.starts(task)) for task in tasks if task.image}.values())
+        return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
         """Makes the next claim come soon, because the last rollout here has ended."""
@@ -92,7 +91,6 @@ class Dispatch:
             "op": "start",
             "task": planned.task,
             "images": planned.images,
-            "starts": self._pod.starts(planned),
             "rollout": rollout.to_dict(),
             "attempt": work.attempt,
             "attempts": [vars(attempt) for attempt in history.attempts] if history else [],

@@ -91,7 +91,7 @@ class Master:
         """When each periodic duty was last due."""
         self._engines = Engines()
         """The engines that the ranks know of."""
-        self._announced_images: list[tuple[str, float]] = []
+        self._announced_images: list[str] = []
         self._reported_slow = False
         """The last report said that the run directory does not answer."""
         self._reported_progress = False

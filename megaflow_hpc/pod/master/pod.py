@@ -53,8 +53,6 @@ class Pod:
     walltime: Walltime = field(default_factory=Walltime)
     pods: int = 1
     """Pods that the campaign asks for."""
-    starts_a_task: float = 0.0
-    """Mean number of sandboxes that one node will start for a task. 0 if unknown."""
 
     def why_drain(self, wait_s: float = 0.0) -> str | None:
         """Returns the word with which the supervisor asks the pod to drain. ``None`` while it does not ask.
@@ -88,10 +86,6 @@ class Pod:
         """Whether tasks differ in their images."""
         first = next(iter(self.tasks.values()), None)
         return first is not None and first.alike < len(self.tasks)
-
-    def starts(self, planned: PlannedTask) -> float:
-        """Returns how many sandboxes of a task's image one node will start. That decides whether unpacking it pays."""
-        return self.starts_a_task * planned.alike
 
     def budget(self) -> CampaignBudget:
         """Returns what watches the limits of the whole campaign."""

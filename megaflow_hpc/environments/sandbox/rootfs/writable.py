@@ -38,8 +38,8 @@ class LayerPaths:
 
     upper: Path
     """The overlay's upper directory: what the sandbox changed."""
-    image: View | None
-    """The image below it; ``None`` where its files cannot be seen from the host."""
+    image: View
+    """The image below it."""
 
 
 class WritableLayer:
@@ -93,8 +93,7 @@ class WritableLayer:
                 place = below
             file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
         except FileNotFoundError:
-            image = None if self._access.copies else self._access.image
-            return self._access.copies or (image is not None and not leads(image, parts)), None
+            return self._access.copies or not leads(self._access.image, parts), None
         except OSError:  # a link, or what its maker may read and we may not
             return False, None
         finally:

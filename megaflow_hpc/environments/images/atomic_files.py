@@ -1,7 +1,7 @@
-"""Files of a store that several write at once: notes and links that appear whole, locks, and the work of builders.
+"""Writes files of a store that several processes write at once: records and links that appear whole, and locks.
 
-What is not at its place yet lies in the store's ``work``, and bears the name of its host and process: what a killed one
-leaves there :func:`sweep` removes.
+Unfinished files are stored in the store's ``work`` directory, under the name of their host and process. :func:`sweep`
+removes those of processes that were killed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
 STALE_S = 7 * 86400.0
-"""What a builder of another host left is rubbish after so long."""
+"""Unfinished files of another host are removed after this time."""
 
 
-def write_note(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes ``STORE/<room>/<name>.json``, which everybody who reaches it may read: the directory decides who does."""
+def write_record(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes ``STORE/<directory>/<name>.json``, readable for every user whom the directory lets in."""
     write_atomic(path, to_json(value), 0o444, temporary=_own(path.parents[1] / "work", "note"))
 
 
-def link_note(path: Path, target: Path) -> None:
-    """Makes ``STORE/<room>/<name>`` a link to what another store has, with its note."""
+def link_record(path: Path, target: Path) -> None:
+    """Makes ``STORE/<directory>/<name>`` a link to a file of another store, and copies its record."""
     link = _own(path.parents[1] / "work", "link")
     os.symlink(target, link)
-    write_note(path.with_suffix(".json"), read_note(target.with_suffix(".json")) or {})
+    write_record(path.with_suffix(".json"), read_record(target.with_suffix(".json")) or {})
     os.rename(link, path)
 
 
-def read_note(path: Path) -> Mapping[str, Any] | None:
-    """Returns what a note says; ``None`` where there is none, or none that can be read."""
+def read_record(path: Path) -> Mapping[str, Any] | None:
+    """Reads a record. Returns ``None`` if it is missing or malformed."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -51,11 +51,12 @@ def read_note(path: Path) -> Mapping[str, Any] | None:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock file, and removes it. Where the file system has no locks nobody waits: work may be done twice,
-    nothing breaks.
+    """Holds a lock file and removes it at the end.
+
+    If the file system has no locks, no process waits: work may be done twice, but nothing breaks.
 
     Raises:
-        TimeoutError: another process has it, with ``wait`` false.
+        TimeoutError: ``wait`` is false and another process holds the lock.
     """
     with ExitStack() as lock:
         try:
@@ -72,7 +73,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def workplace(work: Path, kind: str) -> Iterator[Path]:
-    """Makes a directory below ``work``, and removes it at the end."""
+    """Creates a directory below ``work`` and removes it at the end."""
     path = _own(work, kind)
     path.mkdir(mode=0o700)
     try:
@@ -86,7 +87,7 @@ def _own(work: Path, kind: str) -> Path:
 
 
 def sweep(work: Path) -> None:
-    """Removes what killed processes have left in ``work``."""
+    """Removes files that killed processes have left in ``work``."""
     for path in work.iterdir():
         if path.suffix == ".lock":
             with suppress(TimeoutError), locked(path, wait=False):
@@ -96,7 +97,7 @@ def sweep(work: Path) -> None:
 
 
 def abandoned(path: Path) -> bool:
-    """Whether the builder whose file or directory this is is gone; another host's is believed for a week."""
+    """Returns whether the process that made this file is gone. Processes of another host count as alive for a week."""
     name = re.fullmatch(r"[^.]+\.(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
     if name is None:
         return False
