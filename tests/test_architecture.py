@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import megaflow_hpc
 from tests.rooms import circles_of_levels, imported, module_graph, modules, room_graph, room_of
 from tests.support.places import ROOT
@@ -153,13 +155,11 @@ def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() 
         assert not {name.partition(".")[0] for name in names} & outside, path.name
 
 
-def test_every_hop_of_the_walks_in_the_docs_is_there() -> None:
-    """docs/explanation/architecture.md walks a task, a token and a weight version through files and functions."""
-    rows = re.findall(
-        r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$",
-        (ROOT / "docs" / "explanation" / "architecture.md").read_text(),
-        re.MULTILINE,
-    )
+@pytest.mark.parametrize("page", ["architecture", "where"])
+def test_every_hop_of_the_walks_in_the_docs_is_there(page: str) -> None:
+    """The pages name files and functions: seven walks, and where each behaviour is."""
+    text = (ROOT / "docs" / "explanation" / f"{page}.md").read_text()
+    rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE)
     assert len(rows) > 25
     missing = []
     for file, names in rows:
