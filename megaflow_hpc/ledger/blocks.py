@@ -26,7 +26,7 @@ from typing import Any
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.host.files import read_regular
-from megaflow_hpc.ledger.calls import LinkCall, Names, Read, Steps
+from megaflow_hpc.ledger.calls import Link, Names, Read, Steps
 from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.names import ADDED, FIRST_HANDED_OFF, TASKS, added_path, block_numbers, task_path
 from megaflow_hpc.rundir.layout import RunDir
@@ -130,7 +130,7 @@ def write_blocks(
     written = []
     for block in split(rollouts, pods, size, expected_s, whole):
         content = {"rollouts": [rollout.to_dict() for rollout in block]}
-        while not files.answer(LinkCall(task_path(number), content, f"new.{secrets.token_hex(8)}")):
+        while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # another process is adding blocks as well
         written.append(number)
         number += 1
@@ -207,14 +207,14 @@ def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Ste
         return record
     planned = [number for number in block_numbers((yield Names(TASKS))) if number < FIRST_HANDED_OFF]
     proposed = {**about, "first": max(planned, default=-1) + 1}
-    if (yield LinkCall(path, proposed, f"{private}.{turn}")):
+    if (yield Link(path, proposed, f"{private}.{turn}")):
         return proposed
     return (yield from _read_existing(path))
 
 
 def _place(number: int, content: Mapping[str, Any], private: str) -> Steps[bool]:
     """Links a block. Returns whether it is there, even if another process with the same token linked it."""
-    if (yield LinkCall(task_path(number), content, private)):
+    if (yield Link(task_path(number), content, private)):
         return True
     existing = yield from _read_existing(task_path(number))
     return existing.get("added") == content["added"]

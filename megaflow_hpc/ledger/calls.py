@@ -36,7 +36,7 @@ class There:
 
 
 @dataclass(frozen=True)
-class LinkCall:
+class Link:
     """Publishes a whole file under a name that one process gets. Answer: ``bool``, whether this call got the name."""
 
     path: str
@@ -96,5 +96,5 @@ class Do:
     action: Callable[[], object]
 
 
-Call = Names | Read | There | LinkCall | Publish | Rewrite | Touch | Remove | Clock | Length | Do
+Call = Names | Read | There | Link | Publish | Rewrite | Touch | Remove | Clock | Length | Do
 Steps = Generator[Call, Any, T]

@@ -26,7 +26,7 @@ from megaflow_hpc.ledger.calls import (
     Clock,
     Do,
     Length,
-    LinkCall,
+    Link,
     Names,
     Publish,
     Read,
@@ -186,7 +186,7 @@ class Files:
     def _remove(self, call: Remove) -> None:
         (self._root / call.path).unlink(missing_ok=True)
 
-    def _link(self, call: LinkCall) -> bool:
+    def _link(self, call: Link) -> bool:
         target = self._root / call.path
         private, links = self._private.get(call.token) or (self._own(target.parent / f".{call.token}", call), 1)
         refused = False
@@ -208,7 +208,7 @@ class Files:
     def _hard_link(self, private: Path, target: Path) -> None:
         os.link(private, target)
 
-    def _own(self, private: Path, call: LinkCall) -> Path:
+    def _own(self, private: Path, call: Link) -> Path:
         """Returns the private file of a call. A repeated call may find it, and finds it whole."""
         if call.keep or not private.exists():
             private.unlink(missing_ok=True)
@@ -261,7 +261,7 @@ def _mark(path: Path) -> None:
 
 def _repeated(error: OSError, call: Call) -> bool:
     """Tells whether an earlier request may have renamed the file, so that this repeated request does not find it."""
-    return error.errno == errno.ENOENT and isinstance(call, Publish | LinkCall)
+    return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 
 def _links(path: Path) -> int:

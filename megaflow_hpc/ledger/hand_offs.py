@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megaflow_hpc.ledger.calls import LinkCall, Names, Read, Remove, Steps, Touch
+from megaflow_hpc.ledger.calls import Link, Names, Read, Remove, Steps, Touch
 from megaflow_hpc.ledger.names import FIRST_HANDED_OFF, REQUESTS, TASKS, block_numbers, task_path
 from megaflow_hpc.types import Rollout
 
@@ -52,7 +52,7 @@ class HandOffs:
         """Makes a block of some rollouts of a held block. A repeated call with the same token is the same hand-off."""
         number = max([FIRST_HANDED_OFF - 1, *block_numbers((yield Names(TASKS)))]) + 1
         content = {"from": [block, epoch], "rollouts": [rollout.to_dict() for rollout in rollouts]}
-        while not (yield LinkCall(task_path(number), content, f"{self.name}.{token}")):
+        while not (yield Link(task_path(number), content, f"{self.name}.{token}")):
             number += 1
         self._counts[block] = self.count(block) + 1
 

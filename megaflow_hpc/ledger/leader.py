@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megaflow_hpc.ledger.calls import LinkCall, Remove
+from megaflow_hpc.ledger.calls import Link, Remove
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import Lease
 from megaflow_hpc.rundir.layout import RunDir
@@ -76,7 +76,7 @@ class Leader:
             return True
         # Many processes may notice at the same moment that nobody leads. One of them gets the file's name.
         content = lease.next(content)
-        if not self._files.answer(LinkCall(lease.path, content, f"leader.{secrets.token_hex(8)}")):
+        if not self._files.answer(Link(lease.path, content, f"leader.{secrets.token_hex(8)}")):
             return False
         lease.renewed(now, content)
         return True

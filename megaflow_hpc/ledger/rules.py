@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import Clock, Do, Length, LinkCall, Names, Publish, Read, Steps, There, Touch
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Steps, There, Touch
 from megaflow_hpc.ledger.ending import Consumers, finish
 from megaflow_hpc.ledger.hand_offs import HandOffs, NotYet
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
@@ -431,7 +431,7 @@ class LedgerRules:
         token = f"{block}.{epoch}" if every is None else every
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))
-        won: bool = yield LinkCall(claim_path(block, epoch), content, name, keep=every is not None)
+        won: bool = yield Link(claim_path(block, epoch), content, name, keep=every is not None)
         self._unanswered.discard((block, epoch))
         if won:
             self._owners[block, epoch] = self.identity.name, content.get("done")

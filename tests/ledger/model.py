@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.blocks import add
-from megaflow_hpc.ledger.calls import Clock, Do, Length, LinkCall, Names, Publish, Read, Remove, Rewrite, There, Touch
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
 from megaflow_hpc.ledger.ending import finish
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.names import (
@@ -410,7 +410,7 @@ class Model:
             yield state, state.time
         elif isinstance(call, Length):
             yield state, len(dict(state.journals).get(call.owner, ()))
-        elif isinstance(call, LinkCall):
+        elif isinstance(call, Link):
             if call.path in files:
                 yield state, False
             else:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.ledger.blocks import add
-from megaflow_hpc.ledger.calls import Clock, Do, Length, LinkCall, Names, Publish, Remove, Steps, There, Touch
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Remove, Steps, There, Touch
 from megaflow_hpc.ledger.hand_offs import HandOffs
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import (
@@ -277,7 +277,7 @@ def without_record(blocks: Any, token: str, private: str) -> Steps[list[int]]:
     number = 0
     for n, block in enumerate(blocks):
         content = {"rollouts": [vars(rollout) for rollout in block]}
-        while not (yield LinkCall(task_path(number), content, f"{private}.{n}")):
+        while not (yield Link(task_path(number), content, f"{private}.{n}")):
             number += 1
         placed.append(number)
     return placed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
-from megaflow_hpc.ledger.calls import Call, LinkCall
+from megaflow_hpc.ledger.calls import Call, Link
 from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import Survey
@@ -165,7 +165,7 @@ def test_a_claim_whose_answer_was_lost_is_found_though_another_pod_looks_for_all
 
     def lost(call: Call) -> object:
         found = answer(call)
-        if isinstance(call, LinkCall):
+        if isinstance(call, Link):
             raise OSError(errno.EIO, "the answer was lost")
         return found
 
