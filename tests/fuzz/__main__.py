@@ -26,8 +26,8 @@ def main() -> None:
     if importlib.util.find_spec("atheris"):
         _guided(arguments.target, [f"-runs={arguments.runs or -1}", *options])
     else:
+        from tests.fuzz.inputs import explore
         from tests.fuzz.targets import TARGETS
-        from tests.fuzz.test_targets import explore
 
         explore(TARGETS[arguments.target], arguments.runs or 20_000, derandomize=False)
 
@@ -56,7 +56,9 @@ def _guided(name: str, options: list[str]) -> None:
             data = with_other_value(data, target.form, random)[:longest]
         return atheris.Mutate(data, longest)  # type: ignore[no-any-return]
 
-    defaults = [f"-dict={words}", f"-max_len={LONGEST_INPUT}", f"-artifact_prefix={folder}/", "-timeout=120"]
+    defaults = [f"-max_len={LONGEST_INPUT}", f"-artifact_prefix={folder}/", "-timeout=120"]
+    if target.words:  # an empty file is an error
+        defaults.append(f"-dict={words}")
     limits = ["-rss_limit_mb=0", "-detect_leaks=0"]  # the target measures its own memory
     mutator = {"custom_mutator": mutated} if target.form else {}
     atheris.Setup([sys.argv[0], str(corpus), *defaults, *limits, *options], target.feed, **mutator)

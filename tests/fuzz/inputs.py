@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import msgpack
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.contract import LONGEST_INPUT, Target
@@ -34,6 +35,21 @@ _VALUES: tuple[Any, ...] = (
     *_NUMBERS, *_TEXTS, None, True, False, 1e308, float("nan"), float("inf"), -0.0, 0.5,
     [], {}, [[]], [None], {"": None}, [0] * 100, {str(number): number for number in range(100)}, ["\0", 2**63, None],
 )  # fmt: skip
+
+
+def explore(target: Target, examples: int, *, derandomize: bool) -> None:
+    """Feed a target. Hypothesis raises the smallest input that is a defect."""
+    run = given(hostile(target))(lambda data: target.feed(data))
+    for data in (*target.known(), *target.seeds()):
+        run = example(data)(run)
+    settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=derandomize,
+        database=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )(run)()
 
 
 def hostile(target: Target) -> st.SearchStrategy[bytes]:
