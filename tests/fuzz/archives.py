@@ -1,4 +1,4 @@
-"""Archives that a sandbox hands out, a task brings or a registry sends: unpacked, whatever is in them."""
+"""Fuzz the unpacking of archives from sandboxes and build contexts, and the readers of image files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import RefusedMember
 from megaflow_hpc.host.unpack import Budget, unpack_tar
-from tests.security.fuzz.target import Broken, Feed, Target
+from tests.fuzz.contract import Target, reader, scratch
 from tests.support.archives import END, archive, hardlink, member, raw, symlink
 
-ROOM = 1 << 22
-"""Bytes on disk that an archive may become beside those it holds; of sparse members nothing is held."""
+ROOM_BYTES = 1 << 22
+"""Limits the disk space of an unpacked archive beyond its own size. A sparse member holds no data."""
 
 
 def _tar(form: int) -> bytes:
@@ -42,19 +42,19 @@ def _tar(form: int) -> bytes:
 
 
 def _sparse() -> bytes:
-    """A GNU sparse member, of 1 GB by its header."""
+    """Make a GNU sparse member. Its header claims 1 GB."""
     head = member("sparse", type=tarfile.GNUTYPE_SPARSE, size=512)[0]
     held = raw(head, map=(386, b"%011o\0%011o\0" % (0, 512)), real=(483, b"%011o\0" % (1 << 30)))
     return held + b"x" * 512 + END
 
 
 def seeds() -> list[bytes]:
-    """Archives in every form that Python writes, and those that are hostile by themselves."""
+    """Make archives in every form that Python writes, and two that are hostile already."""
     return [*map(_tar, (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)), _sparse(), bytes(1024)]
 
 
 def with_checksums(data: bytes) -> bytes:
-    """The archive with each header's checksum made right, as far as its blocks can be followed."""
+    """Correct the checksum of each header, as far as the blocks can be followed."""
     changed = bytearray(data)
     position = 0
     while position + 512 <= len(changed) and any(changed[position : position + 512]):
@@ -69,7 +69,7 @@ def with_checksums(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def _on_disk(folder: Path) -> int:
+def _bytes_on_disk(folder: Path) -> int:
     total = 0
     for place, directories, files in os.walk(folder):
         for name in (*directories, *files):
@@ -77,28 +77,20 @@ def _on_disk(folder: Path) -> int:
     return total
 
 
-@contextlib.contextmanager
-def _unpacked(folder: Path) -> Iterator[Feed]:
-    (folder / "secret").write_text("untouched")
-
-    def feed(data: bytes) -> None:
+@reader
+def unpack(data: bytes) -> None:
+    """Unpack an archive of a sandbox into one directory."""
+    with scratch() as folder:
+        (folder / "secret").write_text("untouched")
         target = folder / "in" / "target"
-        try:
-            with contextlib.suppress(RefusedMember):
-                unpack_tar(io.BytesIO(with_checksums(data)), target, Budget(ROOM // 2, 200))
-        finally:
-            size = _on_disk(folder / "in")
-            escaped = sorted(os.listdir(folder)), sorted(os.listdir(folder / "in")), (folder / "secret").read_text()
-            leaving = [path for path in _links(target) if not _inside(path, target)]
-            remove_tree(folder / "in")
-        if escaped != (["in", "secret"], ["target"], "untouched"):
-            raise Broken("wrote beside the target", escaped)
-        if leaving:
-            raise Broken("a link that leads out", leaving)
-        if size > 64 * len(data) + ROOM:
-            raise Broken("too much on disk", f"{size} bytes of {len(data)}")
-
-    yield feed
+        with contextlib.suppress(RefusedMember):
+            unpack_tar(io.BytesIO(with_checksums(data)), target, Budget(ROOM_BYTES // 2, 200))
+        assert sorted(os.listdir(folder)) == ["in", "secret"]
+        assert os.listdir(folder / "in") == ["target"]
+        assert (folder / "secret").read_text() == "untouched"
+        assert [path for path in _links(target) if not _inside(path, target)] == [], "links lead out"
+        assert _bytes_on_disk(folder / "in") <= 64 * len(data) + ROOM_BYTES
+        remove_tree(folder / "in")  # whatever its modes
 
 
 def _links(target: Path) -> Iterator[str]:
@@ -113,29 +105,26 @@ def _inside(path: str, target: Path) -> bool:
         return True
 
 
-@contextlib.contextmanager
-def _added(folder: Path) -> Iterator[Feed]:
-    """``ADD`` of an archive in a build context."""
-    (folder / "context").mkdir()
-    (folder / "secret").write_text("untouched")
-
-    def feed(data: bytes) -> None:
+@reader
+def add(data: bytes) -> None:
+    """Unpack an archive of a build context by ``ADD``."""
+    with scratch() as folder:
+        (folder / "context").mkdir()
         (folder / "context" / "a.tar").write_bytes(data)
+        (folder / "secret").write_text("untouched")
+        unpacked = folder / "in"
         try:
-            lay_out(Context(folder / "context"), ["a.tar"], folder / "in", extract=True)
+            lay_out(Context(folder / "context"), ["a.tar"], unpacked, extract=True)
         finally:
-            size = _on_disk(folder / "in") if (folder / "in").exists() else 0
-            remove_tree(folder / "in")
-        if sorted(os.listdir(folder)) != ["context", "secret"] or (folder / "secret").read_text() != "untouched":
-            raise Broken("wrote beside the target")
-        if size > 64 * len(data) + ROOM:
-            raise Broken("too much on disk", f"{size} bytes of {len(data)}")
-
-    yield feed
+            size = _bytes_on_disk(unpacked) if unpacked.exists() else 0
+            remove_tree(unpacked)
+        assert sorted(os.listdir(folder)) == ["context", "secret"]
+        assert (folder / "secret").read_text() == "untouched"
+        assert size <= 64 * len(data) + ROOM_BYTES
 
 
 def _sif() -> bytes:
-    """A SIF of one document and one file system, of which only the first block is there."""
+    """Make a SIF of one document and one file system, which is cut after its first block."""
     document = b'{"architecture": "amd64", "config": {"Env": ["A=b"], "WorkingDir": "/x", "User": "0"}}'
     header = struct.Struct("<32s10s3s3s16s8q")
     row = struct.Struct("<iBIIIqqqqqqq128s384s")
@@ -152,33 +141,28 @@ def _sif() -> bytes:
     return head + table + document + superblock.ljust(4096, b"\0")
 
 
-@contextlib.contextmanager
-def _image(folder: Path) -> Iterator[Feed]:
-    file = folder / "image.sif"
-
-    def feed(data: bytes) -> None:
+@reader
+def image(data: bytes) -> None:
+    """Read the partitions and the configuration of a SIF."""
+    with scratch() as folder:
+        file = folder / "image.sif"
         file.write_bytes(data)
         with contextlib.suppress(SandboxError):
             sif.system_partition(file)
         working_directory(file)
 
-    yield feed
+
+def _packed() -> list[bytes]:
+    plain = seeds()
+    return [plain[1], gzip.compress(plain[2], mtime=0), gzip.compress(bytes(1 << 20), mtime=0)]
 
 
-def targets() -> list[Target]:
-    """Archives of a sandbox, of a build context, and image files."""
-    packed = [seeds()[1], gzip.compress(seeds()[2], mtime=0), gzip.compress(bytes(1 << 20), mtime=0)]
-    words = (
-        b"../",
-        b"././@LongLink",
-        b"22 path=../../x\n",
-        b"30 GNU.sparse.realsize=9999999\n",
-        b"SCHILY.xattr.",
-        b"\0" * 12,
-        b"7" * 11,
-    )
-    return [
-        Target("unpack", _unpacked, seeds, words=words),
-        Target("add", _added, lambda: packed, words=words),
-        Target("sif", _image, lambda: [_sif()], words=(b"[" * 2000, b"SIF_MAGIC\0")),
-    ]
+_WORDS = (
+    b"../", b"././@LongLink", b"22 path=../../x\n", b"30 GNU.sparse.realsize=9999999\n", b"SCHILY.xattr.", b"\0" * 12,
+    b"7" * 11,
+)  # fmt: skip
+TARGETS = {
+    "unpack": Target(unpack, seeds, words=_WORDS),
+    "add": Target(add, _packed, words=_WORDS),
+    "sif": Target(image, lambda: [_sif()], words=(b"[" * 2000, b"SIF_MAGIC\0")),
+}

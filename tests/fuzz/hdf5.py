@@ -1,11 +1,11 @@
-"""Campaign files (HDF5): bytes of one changed, and valid HDF5 that says something else than a campaign's."""
+"""Fuzz the readers of campaign files (HDF5): changed bytes, and valid HDF5 that is no campaign."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -21,14 +21,14 @@ from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.maintenance.validate import validate
-from tests.security.fuzz.reading import everything
-from tests.security.fuzz.target import Broken, Feed, Target
+from tests.fuzz.contract import Target, reader, scratch
+from tests.fuzz.journals import everything
 from tests.support.samples import trajectory
 
 _REFUSED = (AttributeError, KeyError, MemoryError, OSError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What h5py says to an edit that it cannot make."""
+"""h5py raises these for an edit that it cannot make."""
 LIMITS = ProcessLimits(memory_bytes=1 << 30, cpu_s=5, file_bytes=64 << 20)
-_SECRET = b"of the reader alone, in no file of anybody else"
+_SECRET = b"a text that only the reader may have"
 
 
 @cache
@@ -41,31 +41,28 @@ def _campaign(count: int) -> bytes:
         return path.read_bytes()
 
 
-@contextlib.contextmanager
-def _bytes(folder: Path) -> Iterator[Feed]:
-    file = folder / "trajectories.h5"
-
-    def feed(data: bytes) -> None:
+@reader
+def file_bytes(data: bytes) -> None:
+    """Read changed bytes of a campaign file."""
+    with scratch() as folder:
+        file = folder / "trajectories.h5"
         file.write_bytes(data)
         _confined(lambda: _read(file))
 
-    yield feed
-
 
 def _confined(read: Callable[[], object]) -> None:
-    """Reads as verbs read a file of another user: it ends, in words or at a limit."""
+    """Read as verbs read a file of another user: the process ends with a message, or at a limit."""
 
     def call() -> int:
         with contextlib.suppress(MegaflowError):
             read()
         return 0
 
-    if run_confined(call, LIMITS) > 0:
-        raise Broken("a reader failed without words")
+    assert run_confined(call, LIMITS) <= 0, "a reader failed without a message"
 
 
 def _read(file: Path) -> list[str]:
-    """Reads a file in every way; what is wrong with it by its own account."""
+    """Read a file in every way. Return the problems that its validation names."""
     with contextlib.suppress(OSError):  # a chunk is damaged, or the disk: h5py says which
         problems = validate(file)
         verify(file)
@@ -78,36 +75,34 @@ def _read(file: Path) -> list[str]:
     return ["damaged"]
 
 
-@contextlib.contextmanager
-def _edited(folder: Path) -> Iterator[Feed]:
-    """The input chooses edits of a valid file, each made by HDF5 itself."""
-    file, secret = folder / "trajectories.h5", folder / "secret.h5"
-    (folder / "secret.bin").write_bytes(_SECRET * 100)
-    with h5py.File(secret, "w") as opened:
-        opened["ids"] = np.frombuffer(_SECRET * 100, np.uint8)
-
-    def feed(data: bytes) -> None:
+@reader
+def edits(data: bytes) -> None:
+    """Read a valid file after HDF5 made edits, which the input chooses."""
+    with scratch() as folder:
+        (folder / "secret.bin").write_bytes(_SECRET * 100)
+        with h5py.File(folder / "secret.h5", "w") as opened:
+            opened["ids"] = np.frombuffer(_SECRET * 100, np.uint8)
+        file = folder / "trajectories.h5"
         file.write_bytes(_campaign(6))
         with h5py.File(file, "r+") as opened:
             for start in range(0, min(len(data), 64), 8):
                 with contextlib.suppress(*_REFUSED):
                     _edit(opened, random.Random(data[start : start + 8]), folder)
-        _confined(read_and_copy)
+        _confined(lambda: _read_and_copy(file))
 
-    def read_and_copy() -> None:
-        if _read(file):
-            return
-        with contextlib.suppress(OSError):
-            compact(file, folder / "compacted.h5")
-            anonymise(file, folder / "anonymous.h5")
-            with open_trajectories(file) as store:
-                export(store, ["jsonl"], folder / "out")
-            for made in (folder / "compacted.h5", folder / "anonymous.h5", folder / "out" / "trajectories.jsonl"):
-                if _SECRET in made.read_bytes():
-                    raise Broken("a file of the reader's own was read")
-                made.unlink()
 
-    yield feed
+def _read_and_copy(file: Path) -> None:
+    """Copy a valid file in every way. No copy contains data of another file."""
+    if _read(file):
+        return
+    compacted, anonymous, exports = (file.with_name(name) for name in ("compacted.h5", "anonymous.h5", "exports"))
+    with contextlib.suppress(OSError):
+        compact(file, compacted)
+        anonymise(file, anonymous)
+        with open_trajectories(file) as store:
+            export(store, ["jsonl"], exports)
+        for made in (compacted, anonymous, exports / "trajectories.jsonl"):
+            assert _SECRET not in made.read_bytes(), "a copy contains another file"
 
 
 def _datasets(file: h5py.File) -> list[str]:
@@ -174,20 +169,13 @@ def _edit(file: h5py.File, draw: random.Random, folder: Path) -> None:
             file[name].attrs[key] = value
 
 
-def targets() -> list[Target]:
-    """Campaign files as bytes, and edited as HDF5."""
+def _choices() -> list[bytes]:
+    draw = random.Random(7)
+    return [b"", *(draw.randbytes(8 * length) for length in (1, 1, 2, 3, 8))]
 
-    def edits() -> list[bytes]:
-        draw = random.Random(7)
-        return [b"", *(draw.randbytes(8 * length) for length in (1, 1, 2, 3, 8))]
 
-    return [
-        Target(
-            "hdf5",
-            _bytes,
-            lambda: [_campaign(3), _campaign(0)],
-            words=(b"SNOD", b"TREE", b"HEAP", b"FRHP", b"OHDR", b"\xff" * 8),
-            count=100,
-        ),
-        Target("hdf5-edits", _edited, edits, count=40),
-    ]
+_WORDS = (b"SNOD", b"TREE", b"HEAP", b"FRHP", b"OHDR", b"\xff" * 8)
+TARGETS = {
+    "hdf5": Target(file_bytes, lambda: [_campaign(3), _campaign(0)], words=_WORDS, examples=60),
+    "hdf5-edits": Target(edits, _choices, examples=30),
+}

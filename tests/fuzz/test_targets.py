@@ -1,0 +1,25 @@
+"""Run each target on its known inputs, its seeds, and up to a hundred hostile inputs, always the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz import servers
+from tests.fuzz.inputs import explore
+from tests.fuzz.targets import TARGETS
+
+
+@pytest.fixture(autouse=True)
+def stopped_servers() -> Iterator[None]:
+    yield
+    servers.stop_all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Possible nested set")  # pathspec compiles what a task wrote
+@pytest.mark.timeout(240)  # an input may never end
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_bytes_are_refused_or_read(name: str) -> None:
+    explore(TARGETS[name], TARGETS[name].examples, derandomize=True)
