@@ -6,7 +6,7 @@ import os
 
 from megaflow_hpc.environments.images.dockerfile.context import Context, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest, last_workdir
-from megaflow_hpc.environments.images.dockerfile.steps import Run
+from megaflow_hpc.environments.images.dockerfile.steps import RunStep
 from tests.fuzz.contract import PART, Target, parts, reader, scratch
 
 _SEEDS = (
@@ -72,7 +72,7 @@ def dockerfile(data: bytes) -> None:
         assert found.bases[0] == found.base
         assert all(isinstance(value, str) for value in found.environment.values())
         assert found.needed[-1] is found.last
-        for step in (step for stage in found.stages for step in stage.steps if isinstance(step, Run)):
+        for step in (step for stage in found.stages for step in stage.steps if isinstance(step, RunStep)):
             assert b"\0" not in b"".join(map(os.fsencode, step.argv))
         context_digest(found)
 
