@@ -140,7 +140,7 @@ def test_on_a_terminal_of_24_lines_without_colours_it_can_be_left_and_resized(ru
     terminal.write("q")
     assert terminal.wait() == 0
     assert "watched: running, 2/3 done" in terminal.text
-    assert "the campaign goes on" in terminal.text
+    assert "the campaign continues" in terminal.text
     assert not re.search(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d|10[0-7])[;m]", terminal.written), "a colour"
     assert terminal.written.rindex(b"\x1b[?1049l") > terminal.written.rindex(b"\x1b[?1049h")  # the screen is as before
 

@@ -130,7 +130,7 @@ def test_a_site_that_cannot_be_asked_is_told_from_a_mistake_of_the_file(
     done = megaflow("check", campaign)
     assert done.returncode == 3
     assert "configuration source" in done.stderr
-    assert done.stderr.endswith("--no-site looks at it alone, and run --launcher local needs no Slurm\n")
+    assert done.stderr.endswith("--no-site checks it alone, and run --launcher local needs no Slurm\n")
 
 
 def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_left(

@@ -1,4 +1,4 @@
-"""``--dry-run`` of ``run`` and ``submit``: every script on stdout, and on stderr what the campaign would take."""
+"""``--dry-run`` of ``run`` and ``submit``: prints every script on stdout and an estimate of the cost on stderr."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dry-run``, and what tells it how long rollouts take."""
+    """Adds ``--dry-run`` and the options that set the assumed duration of rollouts."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print every script, and what the campaign would take: time, hours, nodes, room on disk; touch nothing",
+        help="print every script and an estimate of time, hours, nodes and disk space; change nothing",
     )
     parser.add_argument(
         "--like", metavar="RUN", type=run_path, help="with --dry-run: rollouts take as long as in this run"
     )
     parser.add_argument(
-        "--rollout-seconds", metavar="N", type=above_zero, help="with --dry-run: every rollout takes so long"
+        "--rollout-seconds", metavar="N", type=above_zero, help="with --dry-run: every rollout takes N seconds"
     )
 
 
 def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
-    """Prints scripts and estimate; returns the exit status."""
+    """Prints scripts and estimate. Returns the exit status."""
     from megaflow_hpc.slurm import script
 
     with PlanProgress() as watch:
         jobs, found = campaign.estimate(
-            getattr(arguments, "launcher", "slurm"),  # submit has none: it queues
+            getattr(arguments, "launcher", "slurm"),  # submit has no --launcher: it always uses Slurm
             arguments.run_dir,
             arguments.only,
             getattr(arguments, "ranks", 1),
@@ -55,7 +55,7 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
 
 
 def _lines(found: Estimate) -> list[str]:
-    """The estimate as a person reads it."""
+    """Format the estimate for a person."""
     wait = "" if found.jobs and found.jobs[0].role == "local" else " and the wait in the queue"
     said = [
         f"{_count(found.rollouts, 'rollout')} of {_count(found.tasks, 'task')}, {found.slots} at once on "
@@ -66,7 +66,7 @@ def _lines(found: Estimate) -> list[str]:
         if hours.expected or hours.by_walltime:
             most = "no walltime bounds it"
             if hours.by_walltime is not None:
-                most = f"at most {hours.by_walltime:,.1f} by walltime, and that once more for each requeue"
+                most = f"at most {hours.by_walltime:,.1f} by walltime, and the same again for each requeue"
             said.append(f"{name}: {hours.expected:,.1f} expected, {most}")
     for job in found.jobs:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)
@@ -76,7 +76,7 @@ def _lines(found: Estimate) -> list[str]:
         each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{held}"
         said.append(f"{job.role}: {job.elements}{throttled}, each {each}")
     if found.images.get("images"):
-        said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} to be made")
+        said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} to build")
     for place in found.storage:
         wants = f"about {place.bytes / 1e9:.2g} GB and {place.inodes} files, " if place.bytes else ""
         files = "" if place.free_inodes is None else f" and {place.free_inodes:,.0f} files"
