@@ -120,7 +120,7 @@ def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
     [
         ("PartitionTimeLimit", "more time than the partition"),
         ("QOSMaxJobsPerUserLimit", "limit of jobs"),
-        ("AssocGrpCpuLimit", "hold as much"),
+        ("AssocGrpCpuLimit", "limit of resources"),
         ("AssocMaxJobsLimit", "limit of jobs"),
         ("QOSMaxCpuPerJobLimit", "one job"),
         ("QOSMaxWallDurationPerJobLimit", "more time than"),

@@ -58,7 +58,7 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Viewers
-from megaflow_hpc.rundir.pods.condenser import SummaryWriter
+from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 
 LOOK_S = 0.5
 """A turn is taken at least this often, for the sake of the lease."""
