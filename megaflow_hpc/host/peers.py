@@ -1,7 +1,7 @@
-"""Whose process is at the other end of a TCP connection over the loopback.
+"""Find the user whose process is at the other end of a TCP connection over the loopback.
 
-The kernel is asked for that one socket (netlink, ``sock_diag(7)``), which takes some microseconds however many
-connections the node has; ``/proc/net/tcp`` would list all of them. It says the user id, not the process.
+The kernel is asked about that socket (netlink, ``sock_diag(7)``). This takes some microseconds, however many
+connections the node has, while ``/proc/net/tcp`` would list them all. The answer has the user id, but not the process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _STATE, _UID = _HEADER.size + 1, _HEADER.size + 64
 
 
 def uid_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """Returns the user id of the socket at ``peer`` that is connected to ``here``, both IPv4 addresses of this node.
+    """Returns the user id of the socket at ``peer`` that is connected to ``here``. Both are IPv4 addresses of this
+    node.
 
-    ``None`` where the kernel does not tell, or has no such connection in this network namespace.
+    ``None`` if the kernel does not answer, or has no such connection in this network namespace.
     """
     try:
         ends = [struct.pack("!H", port) for _, port in (peer, here)]
@@ -31,7 +32,7 @@ def uid_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         with socket.socket(socket.AF_NETLINK, kind, _SOCK_DIAG) as kernel:
             kernel.send(_HEADER.pack(_HEADER.size + len(asked), _BY_FAMILY, _REQUEST, 1, 0) + asked)
-            answer = kernel.recv(4096)  # it is there: the kernel answers within send
+            answer = kernel.recv(4096)  # the answer is already there: the kernel answers during send
     except (OSError, struct.error):
         return None
     if len(answer) < _UID + 4 or _HEADER.unpack_from(answer)[1] != _BY_FAMILY or answer[_STATE] == _LISTENS:
@@ -41,7 +42,7 @@ def uid_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
 
 
 def name_of(peer: tuple[str, int], here: tuple[str, int]) -> str:
-    """Returns who is at the other end: ``uid N`` over the loopback, where that can be told, else the address."""
+    """Describes the other end: ``uid N`` over the loopback if the kernel knows it, else the address."""
     if peer[0].startswith("127."):
         uid = uid_of(peer, here)
         if uid is not None:

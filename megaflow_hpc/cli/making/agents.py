@@ -31,7 +31,10 @@ def register(subparsers: Subparsers) -> None:
         "new",
         run_new,
         "write a working agent to start from, as one Python file",
-        examples=["agents new my_agent                # my_agent.py, next to campaign.yaml", "agents new my_agent work"],
+        examples=[
+            "agents new my_agent                # my_agent.py, next to campaign.yaml",
+            "agents new my_agent work",
+        ],
         description="Writes NAME.py: a class with a loop of model calls and commands, for you to change. "
         f"Put it next to the campaign file; {docs('how-to/agents.md')} explains it.",
     )
