@@ -47,7 +47,7 @@ def without_links(folder: Path) -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if folder.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(folder)) from None
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(folder)) from None
         raise error
     try:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")

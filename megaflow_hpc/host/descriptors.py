@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 
-ENOUGH = 65_536
+MAX_SOFT_LIMIT = 65_536
 """Soft limit that a process with many connections sets, if the hard limit allows it.
 
 It is not a hard limit of millions, because child processes inherit the soft limit, and some programs loop over all
@@ -16,7 +16,7 @@ possible descriptors.
 def limit() -> int:
     """Returns the number of descriptors that this process may have."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return ENOUGH if soft == resource.RLIM_INFINITY else soft
+    return MAX_SOFT_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def left() -> int:
@@ -25,7 +25,7 @@ def left() -> int:
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard limit, or to :data:`ENOUGH` if that is lower. Never lowers it.
+    """Raises the soft limit to the hard limit, or to :data:`MAX_SOFT_LIMIT` if that is lower. Never lowers it.
 
     Returns:
         The previous soft limit, for :func:`inherited`.
@@ -34,7 +34,7 @@ def raise_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _before is None:
         _before = limit()
-    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    wanted = MAX_SOFT_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_SOFT_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return _before

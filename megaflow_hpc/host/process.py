@@ -199,7 +199,7 @@ def mapped_files(pid: int) -> set[str]:
 
 
 def user_name(uid: int) -> str:
-    """Returns the login name, or the number if there is none."""
+    """Returns the login name, or the number if it is unknown."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -58,7 +58,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
         assert holder.stdin
         assert holder.stdout
         if not holder.stdout.readline():
-            raise SiteError("a user namespace cannot be made; see: megaflow-hpc doctor")
+            raise SiteError("a user namespace cannot be created; see: megaflow-hpc doctor")
         try:
             yield ("nsenter", "--preserve-credentials", "-U", "-t", str(holder.pid), "--")
         finally:
@@ -66,7 +66,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
 
 
 def _range(path: str, option: str) -> str:
-    """Return ``START:COUNT`` of the caller's largest range. Empty if there is none."""
+    """Return ``START:COUNT`` of the caller's largest range. Empty without one."""
     name = pwd.getpwuid(os.getuid()).pw_name
     rows = []
     try:

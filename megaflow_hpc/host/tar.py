@@ -15,7 +15,7 @@ from typing import BinaryIO, Literal
 Kind = Literal["file", "directory", "symlink", "hardlink", "fifo", "special"]
 
 BLOCK = 512
-LONGEST_EXTENSION = 1 << 20
+MAX_EXTENDED_HEADER_BYTES = 1 << 20
 """Maximum size in bytes of an extended header, which holds one or two names."""
 _CHUNK = 1 << 20
 _KINDS: dict[bytes, Kind] = {
@@ -137,7 +137,7 @@ class TarReader:
             yield piece
 
     def _extension(self, size: int) -> bytes:
-        if size > LONGEST_EXTENSION:
+        if size > MAX_EXTENDED_HEADER_BYTES:
             raise Refused(f"an extended header of {size} bytes")
         return self._read(size + -size % BLOCK)[:size]
 

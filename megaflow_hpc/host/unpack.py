@@ -19,9 +19,9 @@ from typing import BinaryIO, Self, cast
 
 from megaflow_hpc.host.tar import Kind, Member, Refused, TarReader
 
-DEEPEST = 200
+MAX_DEPTH = 200
 """Maximum depth of directories, because later walks of the tree may recurse and paths are limited in length."""
-LONGEST_PATH = 2000
+MAX_PATH_BYTES = 2000
 """Maximum length in bytes of a name with its directories."""
 _CHUNK = 1 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -95,7 +95,7 @@ def plain(name: bytes) -> Parts:
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
     if b".." in parts:
         raise Refused(f"{name[:200]!r} leaves the directory")
-    if len(parts) > DEEPEST or len(name) > LONGEST_PATH:
+    if len(parts) > MAX_DEPTH or len(name) > MAX_PATH_BYTES:
         raise Refused(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
     return parts
 

@@ -67,7 +67,7 @@ def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
     try:
         for message in unpacker:
             if not isinstance(message, dict):
-                raise ValueError(f"a {type(message).__name__} for a message")
+                raise ValueError(f"expected a message, found {type(message).__name__}")
             yield message
     except TypeError as error:  # a map is used as the key of a map
         raise ValueError(str(error)) from None
@@ -109,7 +109,7 @@ class Link:
         self._socket.sendall(frame(parcel))
 
     def receive(self) -> Message | None:
-        """Returns the next message, or ``None`` if there is none yet.
+        """Returns the next message, or ``None`` if no message has arrived.
 
         Raises:
             EOFError: The peer closed, or sent an invalid message.
@@ -120,7 +120,7 @@ class Link:
                 try:
                     self._messages = list(unpack_all(parcel))[::-1]
                 except ValueError as error:
-                    raise EOFError(f"what arrived is no message ({error})") from None
+                    raise EOFError(f"the peer sent an invalid message ({error})") from None
         return self._messages.pop() if self._messages else None
 
     def receive_parcel(self, enough: int = 1 << 20) -> bytes | None:

@@ -81,7 +81,7 @@ class FailedServer(msgspec.Struct, kw_only=True):
     """True if another start would fail in the same way."""
     job_id: str = ""
     log: str = ""
-    """Path of the engine's output. Empty if there is none."""
+    """Path of the engine's output. Empty without one."""
     at: float = 0.0
     """Seconds UTC."""
 
@@ -201,7 +201,7 @@ class EndpointFiles:
         self._write(self._folder / LISTING, listing)
 
     def listing(self) -> Listing | None:
-        """Returns the listing that a pod published. ``None`` if there is none."""
+        """Returns the listing that a pod published. ``None`` if it does not exist."""
         return try_read_json(self._folder / LISTING, Listing)
 
     def withdraw(self, server: str, start: str) -> bool:

@@ -84,7 +84,7 @@ class EnginePool:
         run = self.path.parent
         if not self._cancelled.exists():
             return ""
-        return f"the engine pool {run} was cancelled; its owner goes on with it by: megaflow-hpc resume {run}"
+        return f"the engine pool {run} was cancelled; its owner can continue it with: megaflow-hpc resume {run}"
 
     def policy(self, name: str) -> str:
         """Returns the pool's policy for a campaign's policy ``name``: the one of the same name, else the only one.

@@ -104,10 +104,12 @@ class RunDir:
         except FileNotFoundError:
             return  # the reader reports the error
         if os.getuid() not in (owner, 0):
-            raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
+            raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; other users may read it, but not change it")
         for room in (self.tasks, self.ledger, self.endpoints, self.partial, self.events, self.live):
             if room.is_symlink():
-                raise ConfigError(f"{room}: it is a link, which is not followed; put the directory itself there")
+                raise ConfigError(
+                    f"{room}: is a symbolic link, which is not followed; replace it by the directory itself"
+                )
         if to_run:
             self.check_place()
 
@@ -120,7 +122,7 @@ class RunDir:
             ConfigError: Names the directory that other users may write to, and the remedy.
         """
         if why := who_may_replace(self.path):
-            raise ConfigError(f"run directory {self.path}: {why}; jobs run what they find there")
+            raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
     def block(self, number: int) -> Path:
         """Returns the file of a block of rollouts."""

@@ -107,14 +107,14 @@ def find_log(run: RunDir, wanted: str) -> Log:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ConfigError(f"{wanted}: several logs are called so; name one: {_names(found)}")
+            raise ConfigError(f"{wanted}: several logs have this name; choose one: {_names(found)}")
     if not there:
-        raise ConfigError(f"{run.logs}: there is no log; nothing of this run has started")
+        raise ConfigError(f"{run.logs}: there is no log, because no job of this run has started")
     raise ConfigError(f"{wanted}: no such log in {run.logs}; there are: {_names(there)}")
 
 
 def pod_log(run: RunDir, pod: str) -> Path | None:
-    """Returns the log of a pod, which events and status name ``<pod>.<start>``. ``None`` if there is none."""
+    """Returns the log of a pod, which events and status name ``<pod>.<start>``. ``None`` if it does not exist."""
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None

@@ -74,7 +74,7 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
             for name in [name for name in section["extra"] if _option(name) in OPTIONS[key]]:
                 del section["extra"][name]
             if shared := [name for name in slurm["extra"] if _option(name) in OPTIONS[key]]:
-                raise ConfigError(f"slurm.extra says {shared[0]} for every job of this run: plan a new run without it")
+                raise ConfigError(f"slurm.extra sets {shared[0]} for every job of this run; plan a new run without it")
     return config.model_copy(update={"slurm": resolved(SlurmConfig, slurm)})
 
 
@@ -88,4 +88,4 @@ def _read(run: RunDir) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(f"{error}; remove the file, and resume again") from None
+        raise ConfigError(f"{error}; remove the file and resume again") from None

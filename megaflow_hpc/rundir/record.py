@@ -139,8 +139,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions.
     SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions."""
     beside: str = ""
-    """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty if there is none.
-    Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty if there is none."""
+    """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one.
+    Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one."""
     policies: dict[str, PolicyRecord] = {}
     tasks: dict[str, dict[str, Any]] = {}
     """Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions.
@@ -188,7 +188,7 @@ def check_version(planned: RunRecord, run: RunDir) -> None:
     if planned.version.split(".")[:2] != __version__.split(".")[:2]:
         raise ConfigError(
             f"{run.run_json}: made by megaflow-hpc {planned.version}, this is {__version__}; install {planned.version} "
-            "to go on with it, or plan again"
+            "to continue it, or plan again"
         )
 
 
@@ -225,7 +225,7 @@ def _read(run: RunDir, kind: type[T]) -> T:
         data = read_regular(run.run_json, MAX_RUN_JSON_BYTES)
     except FileNotFoundError:
         raise ConfigError(
-            f"{run}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+            f"{run}: not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
         ) from None
     except NotADirectoryError:
         raise ConfigError(
@@ -233,7 +233,8 @@ def _read(run: RunDir, kind: type[T]) -> T:
         ) from None
     except PermissionError:
         raise ConfigError(
-            f"{run}: closed to this user; its owner lets a group look with share: group in the campaign file"
+            f"{run}: not readable for this user; its owner can share it with a group by share: group in the campaign "
+            f"file"
         ) from None
     except OSError as error:
         raise _damaged(run, error) from error

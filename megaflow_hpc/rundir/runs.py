@@ -56,7 +56,7 @@ def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
             dated.append((planned, path))
             names.clear()
     if os.fspath(under) in map(os.fspath, found.unreadable):
-        raise ConfigError(f"{under}: no directory that can be read; name the one that your runs are in")
+        raise ConfigError(f"{under}: not a readable directory; name the directory of your runs")
     found.runs = [path for _, path in sorted(dated, reverse=True)]
     return found
 
@@ -70,7 +70,7 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
     found, place = find(under), Path(under).absolute()
     if found.cut:
         raise ConfigError(
-            f"{LATEST}: too much in {place} to look through; name the run, or as DIR/{LATEST} the directory it is in"
+            f"{LATEST}: too many files in {place} to search; name the run, or its parent directory as DIR/{LATEST}"
         )
     whole = [path for path in found.runs if path.joinpath("run.json").exists()]
     ours = [path for path in whole if path.stat().st_uid == os.getuid()]

@@ -108,7 +108,7 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{index}: cannot be read ({error!r:.100}); save the weights again") from None
     for name in sorted(map(str, named)):
         if not (folder / name).is_file():
-            raise ConfigError(f"{folder / name}: is not there, and {INDEX} names it; save the weights again")
+            raise ConfigError(f"{folder / name}: is missing, although {INDEX} names it; save the weights again")
     return found
 
 

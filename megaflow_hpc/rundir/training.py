@@ -159,7 +159,7 @@ class SharedGpu:
     # --- used by the server ---
 
     def wanted(self) -> str:
-        """Returns the turn of a live trainer that wants or has the GPUs. Empty if there is none."""
+        """Returns the turn of a live trainer that wants or has the GPUs. Empty without one."""
         try:
             self._wish = read_json(self._wish_file, Wish)
         except FileNotFoundError:

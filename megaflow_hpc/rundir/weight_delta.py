@@ -123,7 +123,7 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
                     to.write(part)
             if digest.hexdigest() != file.sha256:
                 raise ConfigError(
-                    f"{delta}: put together with {base}, {name} is not what was published (its SHA-256 differs)"
+                    f"{delta}: combined with {base}, {name} differs from what was published (its SHA-256 differs)"
                 )
         for path in delta.iterdir():
             if path.is_file() and path.name != DELTA and path.suffix != SUFFIX:
@@ -131,7 +131,7 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
         os.rename(staged, whole)
     except (OSError, ValueError, LookupError, TypeError, struct.error, zlib.error) as error:
         if not whole.is_dir():
-            raise ConfigError(f"{delta}: cannot be put together with {base}: {error}") from error
+            raise ConfigError(f"{delta}: cannot be combined with {base}: {error}") from error
     finally:
         remove_tree(staged, ignore_errors=True)
     return whole

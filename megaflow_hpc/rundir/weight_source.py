@@ -70,7 +70,7 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
         said = f"no policy {policy!r} with a model" if policy else unnamed
         raise ConfigError(f"{run}: {said}; there are: {', '.join(sorted(models)) or 'none'}")
     if models[policy].get("engine") == "external":
-        raise ConfigError(f"{run}: policy {policy!r} is an external endpoint; its weights are not ours to change")
+        raise ConfigError(f"{run}: policy {policy!r} is an external endpoint, whose weights cannot be changed")
     return policy, models[policy]
 
 
@@ -81,11 +81,11 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
         ConfigError: It has not. The message says why.
     """
     if not source.is_dir():
-        raise ConfigError(f"{source}: is no directory; give the model directory that the trainer wrote")
+        raise ConfigError(f"{source}: not a directory; give the model directory that the trainer wrote")
     names = [path.name for path in source.iterdir()]
     if model.get("engine") == "scripted":
         if "script.yaml" not in names:
-            raise ConfigError(f"{source}: has no script.yaml, which is what a scripted engine's weights are")
+            raise ConfigError(f"{source}: has no script.yaml, which a scripted engine uses as weights")
     elif DELTA not in names and not any(name.endswith(TENSORS) for name in names):
         raise ConfigError(
             f"{source}: has no weights ({', '.join('*' + t for t in TENSORS)}); is it the right directory?"
@@ -136,7 +136,8 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
     options = {str(k).replace("_", "-"): v for k, v in (model.get("args") or {}).items()}
     if model.get("engine") != "vllm" or not options.get("enable-lora"):
         raise ConfigError(
-            f"{source}: is a LoRA adapter, and the campaign's engine was not started for them: it needs engine vllm "
+            f"{source}: is a LoRA adapter, but the campaign's engine was not started for adapters: it needs engine "
+            f"vllm "
             "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
         )
     try:
@@ -144,7 +145,9 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source / ADAPTER}: the rank 'r' is missing or invalid: {error}") from None
     if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
-        raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
+        raise ConfigError(
+            f"{source}: has rank {rank}, but the engine takes at most {most} (args: {{max-lora-rank: …}})"
+        )
 
 
 def base_of(folder: Path) -> int | None:
@@ -154,7 +157,7 @@ def base_of(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / DELTA}: cannot be read ({error}); publish the version again, whole") from None
+        raise ConfigError(f"{folder / DELTA}: cannot be read ({error}); publish the version again as a whole") from None
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:

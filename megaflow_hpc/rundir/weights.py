@@ -82,7 +82,7 @@ class Pointer(msgspec.Struct):
     """``None`` in files of earlier versions of the package."""
 
 
-class About(msgspec.Struct, kw_only=True):
+class VersionRecord(msgspec.Struct, kw_only=True):
     """The record in a version's directory."""
 
     policy: str
@@ -238,10 +238,10 @@ def _numbers(run: RunDir) -> list[int]:
         return []
 
 
-def _about(folder: Path) -> About | None:
+def _about(folder: Path) -> VersionRecord | None:
     """Return the record of a version's directory. ``None`` if it is not a version. Raises OSError."""
     try:
-        return read_json(folder / ABOUT, About)
+        return read_json(folder / ABOUT, VersionRecord)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
@@ -272,7 +272,7 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
             if digest and version.digest and digest != version.digest:
                 raise ConfigError(
                     f"token {token!r} of policy {policy!r}: published as version {version.version} with digest "
-                    f"{version.digest}, not {digest}; publish other weights under a token of their own"
+                    f"{version.digest}, not {digest}; publish other weights with a different token"
                 )
             return version
     return None
@@ -321,7 +321,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
         ordinal = max((version.ordinal for version in below if version.policy == new.policy), default=0) + 1
         folder = run.weights / str(number)
         new = replace(new, version=number, path=str(folder), ordinal=ordinal)
-        about = About(
+        about = VersionRecord(
             policy=new.policy,
             published_at=new.published_at,
             ordinal=new.ordinal,

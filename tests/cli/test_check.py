@@ -273,7 +273,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     weights.write_bytes(safetensors(b"1234"))
     assert said("path: model") == []
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
-    assert "model-00002-of-00002.safetensors: is not there, and" in said("path: model")[0]
+    assert "model-00002-of-00002.safetensors: is missing, although" in said("path: model")[0]
     snapshot = campaign.parent / "hub" / "hub" / "models--some--model" / "snapshots" / "1f"
     snapshot.parent.mkdir(parents=True)
     (directory / "model.safetensors.index.json").unlink()

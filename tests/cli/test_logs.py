@@ -75,7 +75,7 @@ def test_logs_lists_prints_and_names_what_there_is(megaflow, run: RunDir) -> Non
     for name in ("pod", "7"):
         several = megaflow("logs", run, name)
         assert (several.returncode, several.stdout) == (2, "")
-        assert "several logs are called so; name one: pod-7_0, pod-7_1" in several.stderr
+        assert "several logs have this name; choose one: pod-7_0, pod-7_1" in several.stderr
     assert "there are: default.0.engine, gather-9, pod-7_0, pod-7_1" in megaflow("logs", run, "8").stderr
     assert "name the log to follow" in megaflow("logs", run, "--follow").stderr
 

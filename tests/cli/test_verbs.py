@@ -16,7 +16,7 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import GROUPS, build_parser, main
 from megaflow_hpc.cli.parser import verbs_of
 
-NO_RUN = "make one with: megaflow-hpc plan CAMPAIGN"
+NO_RUN = "create one with: megaflow-hpc plan CAMPAIGN"
 NO_CAMPAIGN = "correct the path"
 NO_STORE = "expected a trajectories.h5"
 NO_TASK = "build some with: megaflow-hpc tasks build"

@@ -117,7 +117,7 @@ VALUES = {
 }
 """A line of a campaign file → what is said of its value."""
 
-NO_RUN = "not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+NO_RUN = "not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
 A_FILE = "file: a file, expected a run directory; list run directories with: megaflow-hpc list"
 NO_STORE = "expected a trajectories.h5"
 

@@ -104,7 +104,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _uses(path: Path) -> Sequence[JobUse]:
-    """Return the accounting of a run's jobs. Empty if there is none."""
+    """Return the accounting of a run's jobs. Empty without one."""
     if not path.is_dir():
         return ()
     from megaflow_hpc.campaign.facade import Run
