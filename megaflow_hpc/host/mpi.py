@@ -29,7 +29,7 @@ def find_mpiexec() -> str:
     """Returns the mpiexec of this interpreter's MPI, else the one on PATH.
 
     Raises:
-        SiteError: There is none.
+        SiteError: No mpiexec was found.
     """
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")

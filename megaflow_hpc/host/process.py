@@ -47,7 +47,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """Returns the process that has ``pid`` now. ``None`` if there is none, or only a zombie."""
+        """Returns the process that has ``pid`` now. ``None`` if it does not exist or is a zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 

@@ -146,7 +146,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions.
     Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions."""
     packed: PackedTasks | None = None
-    """The file of tasks. ``None`` if the tasks are stored here or there are none."""
+    """The file of tasks. ``None`` if the tasks are stored here or the run has no tasks."""
     held_out: list[str] = []
     """Tasks that are only used for evaluation during training."""
     images: dict[str, str] = {}

@@ -65,7 +65,7 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
     """Returns this user's newest run directory, else any user's. Incompletely planned runs are ignored.
 
     Raises:
-        ConfigError: There is none, or there are too many files to search, so the newest run might be missed.
+        ConfigError: No run was found, or there are too many files to search, so the newest might be missed.
     """
     found, place = find(under), Path(under).absolute()
     if found.cut:

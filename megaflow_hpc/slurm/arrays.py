@@ -109,7 +109,7 @@ def pod_jobs(
     count: int | None = None,
     dependency: str | None = None,
     engines: int = 0,
-    beside: Sequence[Amounts] = (),
+    server_amounts: Sequence[Amounts] = (),
 ) -> Iterator[Job]:
     """Yields the pod arrays of all pools on this cluster.
 
@@ -118,7 +118,7 @@ def pod_jobs(
     Args:
         count: Total number of elements. Default: as many as the campaign asks for.
         engines: Number of engine servers that must be able to run at the same time as the pods.
-        beside: Resources that each of these servers requests.
+        server_amounts: Resources that each of these servers requests.
     """
     pods = config.slurm.pods
     left = pods.here if count is None else count
@@ -127,7 +127,7 @@ def pod_jobs(
         sizes = chunks(min(size, left), allowed.array_size)
         left -= sum(sizes)
         most = [] if allowed.running is None else [allowed.running - engines]
-        if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), beside):
+        if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), server_amounts):
             most.append(fit[0])
         throttle = max(1, min(most)) if most else None
         for elements in sizes:

@@ -64,7 +64,9 @@ def test_a_search_has_a_bound_and_near_runs_are_found_before_it(
         (tmp_path / "data" / f"{number:02}" / "below").mkdir(parents=True)
     monkeypatch.setattr(runs, "DIRECTORIES", 10)
     assert runs.find(tmp_path) == runs.FoundRuns([near], cut=True)
-    with pytest.raises(ConfigError, match=r"too many files in .* to search; name the run, or its parent directory as DIR/latest"):
+    with pytest.raises(
+        ConfigError, match=r"too many files in .* to search; name the run, or its parent directory as DIR/latest"
+    ):
         runs.latest(tmp_path)
     monkeypatch.setattr(runs, "DIRECTORIES", 5000)
     monkeypatch.setattr(runs, "ENTRIES", 15)

@@ -141,7 +141,7 @@ def task_directories(directory: str) -> list[Path]:
     """Returns ``directory`` itself if it is a task, else the tasks in it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: The directory contains no task.
     """
     root = Path(directory).absolute()
     if (root / "task.toml").is_file():

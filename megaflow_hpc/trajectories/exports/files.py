@@ -111,7 +111,7 @@ def lines(path: Path, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[int, byte
                 if total > room:
                     raise ConfigError(
                         f"{path}:{number}: unpacks to over {MAX_UNPACK_RATIO} times its size; if you trust it, "
-                        f"unpack it first"
+                        "unpack it first"
                     )
                 yield number, line
     except EOFError as error:
