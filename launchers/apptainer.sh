@@ -5,8 +5,7 @@
 #
 # Debian packages Apptainer for sid only, built against a newer C library than stable has. The package runs anywhere if
 # that C library lies beside it and the binaries are told so with patchelf. Suites are tried in turn, since the archive
-# moves; what counts is that a container really starts. MEGAFLOW_DEBIAN_MIRROR names the archive on other systems,
-# MEGAFLOW_APPTAINER_SUITES the suites.
+# moves; what counts is that a container really starts. MEGAFLOW_DEBIAN_MIRROR names the archive on other systems.
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${MEGAFLOW_HOME:?called by launchers/setup}"
@@ -71,9 +70,9 @@ if have apptainer; then
 fi
 mirror=$(debian_mirror)
 [[ -n $mirror ]] || die "no Apptainer on PATH and no Debian archive in this machine's apt sources: load or install Apptainer, or set MEGAFLOW_DEBIAN_MIRROR to a Debian mirror's address"
-for suite in ${MEGAFLOW_APPTAINER_SUITES:-sid testing stable-backports}; do
+for suite in sid testing stable-backports; do
   say "installing Apptainer of Debian $suite into $MEGAFLOW_HOME"
   install_from "$mirror" "$suite" && exit 0
   say "not usable: Apptainer of Debian $suite: $(tail -n1 "$LOGS/apptainer.log" 2>/dev/null || true)"
 done
-die "no Apptainer could be installed; put one on PATH, or name other suites in MEGAFLOW_APPTAINER_SUITES (see $LOGS/apptainer.log)"
+die "no Apptainer could be installed; put one on PATH (see $LOGS/apptainer.log)"

@@ -4,8 +4,8 @@
 # usage: launchers/base-image.sh OUTPUT.sif     (called by launchers/setup; containers/task-base.def is its twin)
 #
 # apt-get and dpkg-deb put the packages' files together, and `apptainer build` runs their scripts inside. It needs no
-# debootstrap and no range of user ids of one's own. MEGAFLOW_DEBIAN_MIRROR and MEGAFLOW_BASE_SUITE (bookworm) choose
-# the archive; where no Debian archive is known the image has the system that this machine has.
+# debootstrap and no range of user ids of one's own. MEGAFLOW_DEBIAN_MIRROR names
+# the archive of Debian bookworm. If no archive is known, the image has the system that this machine has.
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${MEGAFLOW_HOME:?called by launchers/setup}"
@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 PACKAGES=(python3 python3-pip python3-venv python-is-python3 git patch ca-certificates procps)
 
 output=$1
-suite=${MEGAFLOW_BASE_SUITE:-bookworm}
+suite=bookworm
 mirror=$(debian_mirror)
 apt=$MEGAFLOW_HOME/cache/apt-base
 work=$MEGAFLOW_HOME/cache/base-image

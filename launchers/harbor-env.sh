@@ -3,8 +3,8 @@
 #
 # usage: launchers/harbor-env.sh
 #
-# Harbor needs a newer Python than megaflow-hpc does, so it has an environment of its own (MEGAFLOW_HARBOR_VENV, by default
-# MEGAFLOW_HOME/harbor). The package itself is not installed there: who runs Harbor puts the sources on PYTHONPATH, or
+# Harbor needs a newer Python than megaflow-hpc does, so it has an environment of its own
+# (MEGAFLOW_HOME/harbor). The package itself is not installed there: who runs Harbor puts the sources on PYTHONPATH, or
 # installs megaflow-hpc beside Harbor as usual (docs/how-to/harbor.md).
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -20,7 +20,7 @@ HARBOR=0.25.0
 SOURCES=$(cd "$(dirname "$0")/.." && pwd -P)
 export MEGAFLOW_HOME=${MEGAFLOW_HOME:-$HOME/.megaflow-hpc}
 LOGS=${LOGS:-$MEGAFLOW_HOME/logs}
-VENV_DIR=${MEGAFLOW_HARBOR_VENV:-$MEGAFLOW_HOME/harbor}
+VENV_DIR=$MEGAFLOW_HOME/harbor
 mkdir -p "$LOGS" "$MEGAFLOW_HOME"
 exec 8>"$MEGAFLOW_HOME/harbor.lock"
 flock 8
@@ -29,7 +29,7 @@ python=$(bash "$SOURCES/launchers/python.sh" 3.12)
 # What is installed decides: other changes to pyproject.toml are no reason to do it again.
 key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; echo "$python"; } | hash_of)
 if ! done_before "$VENV_DIR/.complete" "$key" || [[ ! -x $VENV_DIR/bin/harbor ]]; then
-  [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: name another in MEGAFLOW_HARBOR_VENV"
+  [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: move it away"
   say "installing Harbor $HARBOR into $VENV_DIR ($("$python" --version))"
   rm -rf "${VENV_DIR:?}"
   mkdir -p "$VENV_DIR"

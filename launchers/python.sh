@@ -6,7 +6,7 @@
 #
 # Some of what works with megaflow-hpc needs a newer Python than stable distributions have (Harbor: 3.12). Debian's
 # package runs anywhere if the libraries of its own suite lie beside it and the interpreter is told so with patchelf.
-# MEGAFLOW_DEBIAN_MIRROR names the archive on other systems, MEGAFLOW_PYTHON_SUITES the suites to try.
+# MEGAFLOW_DEBIAN_MIRROR names the archive on other systems.
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -79,11 +79,11 @@ mirror=$(debian_mirror)
 [[ -n $mirror ]] || die "no Python $WANTED on PATH and no Debian archive in this machine's apt sources: load or install one, or set MEGAFLOW_DEBIAN_MIRROR"
 exec 9>"$MEGAFLOW_HOME/python.lock"
 flock 9
-for suite in ${MEGAFLOW_PYTHON_SUITES:-stable testing sid}; do
+for suite in stable testing sid; do
   usable "$(ours)" && break
   say "installing a Python of Debian $suite into $MEGAFLOW_HOME"
   install_from "$mirror" "$suite" && break
   say "not usable: Python of Debian $suite: $(tail -n1 "$LOGS/python.log" 2>/dev/null || true)"
 done
-usable "$(ours)" || die "no Python $WANTED could be installed; put one on PATH, or name other suites in MEGAFLOW_PYTHON_SUITES"
+usable "$(ours)" || die "no Python $WANTED could be installed; put one on PATH"
 ours

@@ -11,7 +11,7 @@ import sys
 
 from megaflow_hpc.errors import SiteError
 
-RUNNING = ("aiohttp", "cryptography", "httptools", "mpi4py")
+RUNNING = ("aiohttp", "cryptography", "mpi4py")
 """What pods and model servers import beside the core install."""
 
 EXTRAS = {

@@ -23,7 +23,6 @@ VERIFIED: tuple[Status, ...] = ("completed", "truncated")
 
 ErrorKind = Literal["", "agent", "model", "sandbox", "verifier", "node", "walltime", "preemption", "user"]
 Network = Literal["none", "gateway", "host"]
-SandboxMode = Literal["ephemeral", "persistent"]
 
 
 @cache
@@ -69,11 +68,7 @@ class Task:
     limits: Limits = field(default_factory=Limits)
     network: Network | None = None
     """The most that the task allows; ``None`` leaves it to the campaign."""
-    mode: SandboxMode | None = None
-    """``None`` leaves it to the campaign."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    unbuilt: str = ""
-    """Why an image of it could not be built, where jobs built the images: its rollouts fail with this."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON and msgpack take them; :meth:`from_dict` is the inverse."""

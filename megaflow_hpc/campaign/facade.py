@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc import config as config_module
-from megaflow_hpc.campaign import demand
+from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
-from megaflow_hpc.campaign.planning.foresight import foresee
+from megaflow_hpc.campaign.planning.preflight import warnings
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config.campaign import Loaded
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes, SiteError
@@ -90,13 +90,13 @@ class Campaign:
         """Checks that Slurm has what is asked for, and lets it start."""
         site.check_site(draft.config, self.where)
         groups = group_servers(draft.servers)
-        demand.check_resources(draft.config, groups, self.where)
+        job_requests.check_resources(draft.config, groups, self.where)
         walltimes_s = {
-            key: fits.walltime_s(demand.named(job.options))
-            for key, job in demand.each_job(draft.config, RunDir("/RUN"), groups)
+            key: fits.walltime_s(job_requests.named(job.options))
+            for key, job in job_requests.each_job(draft.config, RunDir("/RUN"), groups)
             if job.role == "pods"
         }
-        self.notices += foresee(draft, self.where, walltimes_s)
+        self.notices += warnings(draft, self.where, walltimes_s)
 
     def site_mistakes(self, draft: Draft, watch: Watch) -> list[str]:
         """Returns what this site lacks or refuses of a draft, mistakes or not."""
@@ -170,10 +170,9 @@ class Campaign:
         if slurm:
             watch.step("asking Slurm")
             self._check_site(draft)
-            jobs = demand.preview(draft.config, run, group_servers(draft.servers))
-            site_lines = demand.foretell(draft.config, jobs)
+            jobs = job_requests.preview(draft.config, run, group_servers(draft.servers))
+            site_lines = job_requests.limit_effects(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
-        watch.step(f"simulating {len(draft.rollouts)} rollouts")
         return jobs, estimate(draft, run.path, jobs, durations, site_lines, 0 if slurm else ranks, earlier)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import TRAINER_REQUEUES
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import LOOPBACKS
 from megaflow_hpc.host.apptainer import find_apptainer
@@ -53,7 +54,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
     if config.training:
         lines += [
             f"export MEGAFLOW_TRAINER_PYTHON={shlex.quote(trainer_python())}",
-            f'export MEGAFLOW_TRAINER_REQUEUES="${{MEGAFLOW_TRAINER_REQUEUES:-{config.slurm.trainer.requeues}}}"',
+            f"export MEGAFLOW_TRAINER_REQUEUES={TRAINER_REQUEUES}",
             f"export MEGAFLOW_TRAINER_SHARE={config.slurm.trainer.share}",
         ]
     if config.share == "group":

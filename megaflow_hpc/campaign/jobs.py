@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from megaflow_hpc.campaign.demand import beside, pod_options, together
+from megaflow_hpc.campaign.job_requests import beside, pod_options, together
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, LiveJobs
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.config.quotas import check_scale

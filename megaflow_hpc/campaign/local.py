@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config.slurm import TRAINER_REQUEUES
 from megaflow_hpc.errors import ConfigError, SiteError, StarvedError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
@@ -146,8 +147,7 @@ class LocalPod:
         ]
         self.pod = self._start(command, "pod")
         learning = config.training.policies if config and config.training else ()
-        requeues = config.slurm.trainer.requeues if config else 0
-        self._trainers = [LocalTrainer(run, policy, requeues, self._start) for policy in learning]
+        self._trainers = [LocalTrainer(run, policy, TRAINER_REQUEUES, self._start) for policy in learning]
 
     def _start(self, command: list[str], role: str, own: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with open(self._run.logs / f"{role}-local.log", "ab") as log:

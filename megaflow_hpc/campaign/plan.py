@@ -83,14 +83,14 @@ def make(
     watch: Watch | None = None,
     site: Callable[[Draft], None] | None = None,
 ) -> Plan:
-    """Reads the tasks and resolves everything else; what is wrong with the file is said before the site is asked.
+    """Reads the tasks and resolves everything else. Reports mistakes in the file before it asks the site.
 
     Args:
         base: directory that relative paths are relative to.
         only: rollout or task ids (shell patterns); empty takes all.
-        build: build images that are not there yet, or have jobs build them; without it they are only checked.
-        watch: is told what is done, which images are made, and how far that is.
-        site: checks that the site lets the campaign run; asked once the file is found right.
+        build: build the images that the store lacks; without it they are only looked up.
+        watch: gets each step, each image that is built, and the progress.
+        site: checks that the site lets the campaign run; called after the file was checked.
 
     Raises:
         Mistakes: names file, line, value and remedy of each.
@@ -104,23 +104,16 @@ def make(
 
 
 def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | None = None) -> Plan:
-    """Makes the images of a draft without mistakes; the arguments are as of :func:`make`."""
-    from megaflow_hpc.campaign.image_jobs import build_by_jobs
-    from megaflow_hpc.environments.builds.forecast import foretelling
-    from megaflow_hpc.tasks.images import in_image_directories, with_unbuilt
+    """Builds the images of a draft without mistakes. The arguments are those of :func:`make`."""
+    from megaflow_hpc.tasks.images import in_image_directories
 
     config, tasks, images, mapping, watch = draft.config, draft.tasks, draft.images, draft.mapping, watch or Silent()
-    environment = config.environment
     try_sandboxes(draft, watch)
     if images is None or mapping is None:  # an engine pool has no tasks
         return Plan(config, draft.policies, [], [], {}, draft.servers, source)
     watch.step(f"looking up images of {len(tasks)} tasks")
     images.watch(watch)
-    images.foretell = foretelling(images, environment.network_of_builds)
-    by_jobs = build and environment.build == "slurm"
-    if by_jobs:
-        tasks = with_unbuilt(tasks, build_by_jobs(config, images, draft.requests, mapping))
-    files = images.resolve_all(draft.requests, mapping, build=build and not by_jobs)
+    files = images.resolve_all(draft.requests, mapping, build=build)
     watch.step(f"looking up work directories of {len(tasks)} tasks")
     tasks = in_image_directories(tasks, files, images, mapping)
     return Plan(

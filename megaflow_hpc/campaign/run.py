@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.campaign.autoscaler import Autoscaler
+from megaflow_hpc.campaign.cancel import Cancelled, cancel
 from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
-from megaflow_hpc.campaign.interruption import Cancelled, ask_for, cancel, mark_gone, repeat
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, trainers, waiting_servers
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
+from megaflow_hpc.campaign.resume import ask_for, mark_gone, repeat
 from megaflow_hpc.campaign.tally import job_uses, recount, seen, usage
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running

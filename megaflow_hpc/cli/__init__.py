@@ -29,7 +29,7 @@ GROUPS = {
     "campaigns.init": ("init",),
     "campaigns.check": ("check",),
     "campaigns.start": ("plan", "run", "submit"),
-    "campaigns.change": ("resume", "scale", "cancel", "gather"),
+    "campaigns.control": ("resume", "scale", "cancel", "gather"),
     "runs.listing": ("list",),
     "runs.status": ("status",),
     "runs.watch": ("watch",),

@@ -15,6 +15,8 @@ from megaflow_hpc.host.process import user_name
 ASKS_SLURM = ("status", "watch", "usage", "report")
 READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "compact", "anonymise", "du")
 """Verbs that read runs or files and need no network."""
+RESULTS = "trajectories.h5"
+"""The file of a run directory that HDF5 parses. It may be a link to a file of another user."""
 LIMITS = Limits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
 
 
@@ -39,8 +41,9 @@ def _of_others(arguments: argparse.Namespace) -> str:
     """Returns the first path of a verb's arguments that belongs to another user, with the user; else an empty text."""
     given = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
     for path in [given] if isinstance(given, str) else given:
-        with suppress(OSError, TypeError, ValueError):
-            owner = os.stat(path).st_uid
-            if owner != os.getuid():
-                return f"{path}, which belongs to {user_name(owner)}"
+        for read in (path, os.path.join(path, RESULTS)):
+            with suppress(OSError, TypeError, ValueError):
+                owner = os.stat(read).st_uid
+                if owner != os.getuid():
+                    return f"{read}, which belongs to {user_name(owner)}"
     return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import threading
 import time
@@ -10,10 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import FINAL, note, queue_lines, seconds
+from megaflow_hpc.resources import resource
 from megaflow_hpc.texts import in_one_line, printable
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.build_progress import BuildProgress
 
 
 class ProgressLine:
@@ -108,7 +111,7 @@ class ImageProgress:
             live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         self._said = time.monotonic()
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Shows the current state of the builds."""
         if state.looked_up < state.total:
             self._now(f"images: {state.looked_up} of {state.total} looked up")
@@ -155,10 +158,18 @@ class PlanProgress(ImageProgress):
     """Shows the current step of planning on stderr, so that no step is silent for more than two seconds.
 
     In a log, steps that take less than two seconds are not shown.
+
+    Args:
+        campaign: The campaign file to plan, for the command that builds its images on compute nodes.
     """
 
-    def __init__(self) -> None:
+    MANY_IMAGES = 4
+    """Number of missing images from which a job array is suggested instead of a build on the login node."""
+    MAX_SHARES = 16
+
+    def __init__(self, campaign: str | None = None) -> None:
         super().__init__()
+        self._campaign = campaign
         self._step, self._detail, self._since = "", "", time.monotonic()
         self._guard = threading.RLock()
         self._over = threading.Event()
@@ -189,10 +200,23 @@ class PlanProgress(ImageProgress):
         with self._guard:
             super().say(line)
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Shows the current state of image builds."""
         with self._guard:
             super().show(state)
+            if self._campaign and state.to_make >= self.MANY_IMAGES:
+                self._suggest_jobs(self._campaign, state.to_make)
+                self._campaign = None
+
+    def _suggest_jobs(self, campaign: str, images: int) -> None:
+        """Prints how to build images on compute nodes, because builds may be unwelcome on a login node."""
+        from megaflow_hpc.slurm.site import has_slurm
+
+        if not has_slurm() or "SLURM_JOB_ID" in os.environ:
+            return
+        script = resource("sbatch/build_images.sbatch")
+        command = shlex.join(["sbatch", f"--array=1-{min(images, self.MAX_SHARES)}", str(script), campaign])
+        self.say(f"the images are built here; to build them on compute nodes, press Ctrl-C and run: {command}")
 
     def _beat(self) -> None:
         while not self._over.wait(self.EVERY_S / 4):

@@ -47,6 +47,18 @@ def zero_or_more(text: str) -> float:
     return value
 
 
+def share(text: str) -> tuple[int, int]:
+    """Returns ``(3, 16)`` for ``3/16``, the third of sixteen shares.
+
+    Raises:
+        ArgumentTypeError: the text has another form, or there is no such share.
+    """
+    number, _, shares = text.partition("/")
+    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
+        raise argparse.ArgumentTypeError(f"{text}: give a share and the number of shares, from 1/16 to 16/16")
+    return int(number), int(shares)
+
+
 def limit(text: str) -> tuple[str, float | None]:
     """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``.
 

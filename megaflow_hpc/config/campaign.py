@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from megaflow_hpc.config.mistakes import explain, explain_all
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
@@ -28,6 +27,7 @@ from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.config.validation_errors import explain, explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 

@@ -23,10 +23,6 @@ def _range(value: Any) -> Any:
     return value
 
 
-class KeepAll(Section):
-    """Keeps every group."""
-
-
 class PenaltyConfig(Section):
     """What is added to the reward of a rollout that a limit of turns, tokens or time has cut off."""
 
@@ -75,26 +71,19 @@ class PassRateFilter(Section):
 
 
 class StalenessConfig(Section):
-    """Drops rollouts that are too old, and orders those that wait."""
+    """Drops rollouts that are too old."""
 
     max: int = Field(8, ge=0)
     """Versions that the oldest of a rollout's tokens may be behind. Default: 8."""
-    order: Literal["edf", "fifo"] = "edf"
-    """``edf``: groups that would be too old first are trained on first; ``fifo``: in the order of completion. Default:
-    ``edf``, so that long rollouts are not the ones that are dropped."""
 
 
 class ReplayConfig(Section):
-    """Trains on groups a further time."""
+    """Trains on the latest groups once more."""
 
     ratio: float = Field(0.0, ge=0, lt=1)
     """Share of a step's groups that was trained on before. Default: 0."""
     size: int = Field(0, ge=0)
     """Groups that are kept for it, the latest. Default: 0."""
-    select: Literal["latest", "random"] = "latest"
-    """Which of them: the ``latest``, or any (``random``). Default: ``latest``."""
-    times: int = Field(1, ge=1)
-    """How often a group is trained on again, at most. Default: 1."""
 
     @model_validator(mode="after")
     def _some(self) -> ReplayConfig:
@@ -106,8 +95,6 @@ class ReplayConfig(Section):
 class DataStep(Section):
     """One step of ``data``; exactly one key."""
 
-    keep_all: KeepAll | None = None
-    """Keeps every group."""
     penalty: PenaltyConfig | None = None
     """Lowers the reward of unfinished rollouts."""
     overlong: OverlongConfig | None = None
@@ -121,9 +108,9 @@ class DataStep(Section):
     pass_rate: PassRateFilter | None = None
     """Drops groups by their pass rate."""
     staleness: StalenessConfig | None = None
-    """Drops what is too old, and orders the rest."""
+    """Drops rollouts that are too old."""
     replay: ReplayConfig | None = None
-    """Trains on groups a further time."""
+    """Trains on the latest groups once more."""
 
     @model_validator(mode="after")
     def _one(self) -> DataStep:
@@ -146,36 +133,6 @@ class DataStep(Section):
         return found
 
 
-class FilterSolved(Section):
-    """Asks no more for tasks that are solved (AstraFlow's ``filter_solved``)."""
-
-    threshold: float = Field(0.95, gt=0, le=1)
-    """Moving average of the pass rate from which a task is solved. Default: 0.95."""
-    decay: float = Field(0.9, ge=0, lt=1)
-    """Weight of the average so far; the latest group has the rest. Default: 0.9."""
-    prior: float = Field(0.0, ge=0, le=1)
-    """Average of a task that was not tried. Default: 0."""
-
-
-class Greso(Section):
-    """Asks less often for tasks whose groups have had equal rewards (Zheng et al. 2025, arXiv 2506.02177)."""
-
-    easy: float = Field(0.5, ge=0.01, le=0.99)
-    """Base of the probability at which an always solved task is asked for. Default: 0.5."""
-    hard: float = Field(0.5, ge=0.01, le=0.99)
-    """The same of a never solved task. Default: 0.5."""
-    target_easy: float = Field(0.083, ge=0, le=1)
-    """Share of always solved groups at which ``easy`` is steered. Default: 0.083."""
-    target_hard: float = Field(0.167, ge=0, le=1)
-    """The same of never solved groups. Default: 0.167."""
-    step: float = Field(0.01, gt=0, lt=1)
-    """How much either base changes at a step of the trainer. Default: 0.01."""
-    floor_easy: float = Field(0.1, ge=0.01, le=1)
-    """Least probability of an always solved task. Default: 0.1."""
-    floor_hard: float = Field(0.4, ge=0.01, le=1)
-    """Least probability of a never solved task. Default: 0.4."""
-
-
 class PromptsConfig(Section):
     """Which tasks are asked for next. Default: all, in random order, each once before any comes again."""
 
@@ -185,10 +142,12 @@ class PromptsConfig(Section):
     pass_rate: Range | None = None
     """Pass rates of the tasks that are asked for again: ``[from, to]``, or ``[from, to, exclusive]`` without the bounds
     themselves. A task that was not tried is asked for. Default: all."""
-    filter_solved: FilterSolved | None = None
-    """Asks no more for solved tasks. Default: asks for all."""
-    greso: Greso | None = None
-    """Asks less often for tasks without a signal. Default: for all alike."""
+    filter_solved: float | None = Field(None, gt=0, le=1)
+    """Moving average of the pass rate from which a task counts as solved and is not asked for again. AstraFlow uses
+    0.95. Default: every task is asked for."""
+    greso: bool = False
+    """Whether tasks whose groups had equal rewards are asked for less often (Zheng et al. 2025, arXiv 2506.02177).
+    Default: false."""
     threshold: float = 1.0
     """Reward from which a rollout has passed. Default: 1."""
 

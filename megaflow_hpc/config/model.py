@@ -15,17 +15,12 @@ from megaflow_hpc.config.sections import AgentConfig, Section
 
 
 class ServerCount(Section):
-    """The number of engine servers of a policy, and when to start more."""
+    """The number of engine servers of a policy."""
 
     min: int = Field(1, ge=0)
     """Servers started with the campaign. Default: 1."""
     max: int = Field(1, ge=1)
     """Maximum number of servers; those above ``min`` are queued held, and released on demand. Default: 1."""
-    queue: float = Field(4, gt=0)
-    """Average number of requests in an engine's queue at which another server is released, if ``wait_s`` is also
-    reached. Default: 4."""
-    wait_s: float = Field(10, ge=0)
-    """Expected waiting time in seconds of the last queued request at which another server is released. Default: 10."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ServerCount:
@@ -224,8 +219,5 @@ class EnginePoolConfig(UserCaps):
 
     share: Literal["user", "group"] = "user"
     """Whose campaigns may use the pool: its owner's (``user``), or also those of the owner's ``group``."""
-    at_once: int | None = Field(None, ge=1)
-    """Maximum number of concurrent requests of all users at one server, shared fairly. Default: what its engine answers
-    at once, else 256."""
     users: dict[str, UserShare] = Field(default_factory=dict)
     """Caps and shares of single users, by login name."""

@@ -34,23 +34,6 @@ CLIPS: dict[str, tuple[float, float]] = {
 """By loss: how far below and above 1 a ratio counts in full, where ``clip`` is not given."""
 
 
-class Minibatch(Section):
-    """How much one optimizer step takes; exactly one unit."""
-
-    tasks: int | None = Field(None, ge=1)
-    """Groups, each with all its samples."""
-    samples: int | None = Field(None, ge=1)
-    """Rollouts."""
-    tokens: int | None = Field(None, ge=1)
-    """Sampled tokens: rollouts are added until there are as many."""
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> Minibatch:
-        if sum(amount is not None for amount in (self.tasks, self.samples, self.tokens)) != 1:
-            raise ValueError("say the unit of a minibatch once: {tasks: 16}, {samples: 128} or {tokens: 500000}")
-        return self
-
-
 class LossConfig(Section):
     """What the trainer minimises, and how often it goes through a step's data."""
 
@@ -62,14 +45,12 @@ class LossConfig(Section):
     clip: tuple[float, float] | None = None
     """How far below and above 1 ratios count: ``[below, above]``, or one number for both. Default: the paper's of each
     kind; 0.2 and 0.28 for ``dapo``."""
-    second_moment: float = Field(0.04, gt=0)
-    """``m2po`` only: bound of the mean squared logarithm of the ratios. Default: 0.04."""
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy that is added to what is maximised. Default: 0."""
     epochs: int = Field(1, ge=1)
     """How often each step goes through its data. Default: 1."""
-    minibatch: Minibatch | None = None
-    """Data of one optimizer step: {tasks: n}, {samples: n} or {tokens: n}. Default: the whole batch."""
+    minibatch: int | None = Field(None, ge=1)
+    """Tasks of one optimizer step, each with all its samples. Default: the whole batch."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -88,7 +69,7 @@ class LossConfig(Section):
         if self.clip and not all(side > 0 for side in self.clip):
             raise ValueError(f"clip {list(self.clip)}: how far below and above 1, both positive, such as [0.2, 0.28]")
         if self.kind in ("m2po", "rloo") and self.clip:
-            why = "bounds ratios by second_moment" if self.kind == "m2po" else "takes no ratio"
+            why = "bounds the second moment of ratios" if self.kind == "m2po" else "takes no ratio"
             raise ValueError(f"clip: {self.kind} {why}; leave clip out")
         return self
 

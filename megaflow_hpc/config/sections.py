@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megaflow_hpc.types import Network, SandboxMode, Task
+from megaflow_hpc.types import Network, Task
 
 Verification = Literal["fresh", "shared", "as-left"]
 
@@ -71,8 +71,6 @@ class TaskSource(Section):
     """Shell patterns on task ids; matching tasks are left out, after ``include``."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, taken in order of their ids. Default: no limit."""
-    mode: SandboxMode | None = None
-    """Sandbox mode of these tasks, in place of what each task says. Default: the task's, else ``environment.mode``."""
 
 
 class AgentConfig(Section):
@@ -110,8 +108,6 @@ class SandboxLimits(Section):
 class EnvironmentConfig(Section):
     """The sandboxes."""
 
-    mode: SandboxMode = "ephemeral"
-    """``ephemeral``: each rollout gets a fresh sandbox; ``persistent``: a sandbox is reset between rollouts."""
     network: Network = "gateway"
     """Network access: ``none``, ``gateway`` (only the model is reachable) or ``host``."""
     images: dict[str, str] = {}
@@ -124,9 +120,6 @@ class EnvironmentConfig(Section):
     air_gapped: bool = False
     """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
     false."""
-    build: Literal["here", "slurm"] = "here"
-    """Where images are built that are not in the store: ``here``, where the campaign is planned; or by ``slurm`` jobs
-    (``slurm.builds``), for which planning waits. Default: here."""
     build_network: Literal["none", "host"] | None = None
     """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
     the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""
@@ -155,10 +148,6 @@ class EnvironmentConfig(Section):
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
-    def mode_of(self, task: Task) -> SandboxMode:
-        """Returns the sandbox mode that a task asks for, or else the campaign's."""
-        return task.mode or self.mode
-
 
 class SchedulingConfig(Section):
     """The order of rollouts, and where each runs."""
@@ -174,17 +163,11 @@ class SchedulingConfig(Section):
     """Weight of each share under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Task limits that a worker rank must have free, beside a slot, before a rollout starts there."""
-    groups: Literal["spread", "together"] = "spread"
-    """``spread``: samples of a group go to any rank; ``together``: to the rank of the group's latest sample, while it
-    has a slot."""
     spare: int = Field(0, ge=0)
     """Extra samples of each group; a group with ``samples`` rewards is closed and its other samples are cancelled.
     Default: 0."""
     signal_after: int | None = Field(None, ge=2)
     """Number of equal rewards in a group after which its waiting samples are dropped. Default: never."""
-    retry_every: int | None = Field(None, ge=1)
-    """Every n-th sample of a group dropped by ``signal_after`` runs nevertheless; if its reward differs, all do.
-    Default: none."""
     cuts: int = Field(16, ge=0)
     """Maximum number of times that the end of an allocation may interrupt a rollout before it fails with kind
     ``walltime``. Default: 16."""
@@ -194,9 +177,6 @@ class SchedulingConfig(Section):
     partial_total_gb: float | None = Field(200, ge=0)
     """Maximum size in GB (10^9 bytes) of all interrupted rollouts that are kept, shared out over the worker ranks.
     null: no limit. Default: 200."""
-    copies: bool = False
-    """Whether to start stragglers a second time when no other rollout is left; the first result counts, which favours
-    short rollouts. Default: false."""
 
 
 class EvaluationConfig(Section):

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.sections import Section
 
+TRAINER_REQUEUES = 20
+"""Requeues of a trainer in a row that committed no step, before it is given up."""
 CPUS_PER_RANK = 2
 """CPUs of each MPI rank of a pod where the campaign file does not say."""
 LEAST_GB = 0.001
@@ -134,29 +136,6 @@ class GatherConfig(Section):
     _time = field_validator("time", mode="before")(_walltime)
 
 
-class BuildsConfig(Section):
-    """The array that builds images: of ``images build --slurm`` and of ``environment.build: slurm``."""
-
-    partition: str | None = None
-    """Partition. Default: ``pods.partition``."""
-    count: int = Field(16, ge=1)
-    """Maximum number of elements of the array. Default: 16."""
-    throttle: int | None = Field(None, ge=1)
-    """Maximum number of elements that run at once. Default: no limit."""
-    cpus: int = Field(2, ge=1)
-    """CPUs of each element, which builds as many images at a time. Default: 2."""
-    mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory of each element in GB (10^9 bytes). Default: the partition's."""
-    time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
-    fetch: Literal["job", "here"] = "job"
-    """Where images of registries are fetched: ``job``, or ``here``, where you type, if nodes have no way out."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-
-
 class TrainerConfig(Section):
     """The trainer job of each trained policy. It is requeued by itself and goes on from its last commit."""
 
@@ -172,14 +151,9 @@ class TrainerConfig(Section):
     """Memory on each node in GB (10^9 bytes). Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
-    requeues: int = Field(20, ge=0)
-    """Maximum number of requeues in a row that committed no step. Default: 20."""
     share: Literal["none", "sleep"] = "none"
     """GPUs of trainer and engines: ``none``: each has its own; ``sleep``: they share one allocation, and engines sleep
     while the trainer steps. Default: ``none``."""
-    sleep_level: Literal[1, 2] = 1
-    """``sleep`` only: 1 keeps the engine's weights in the node's memory meanwhile, 2 reads them from their files anew.
-    Default: 1."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
 
@@ -210,13 +184,10 @@ class SlurmConfig(Section):
     """The trainer of each trained policy."""
     gather: GatherConfig = GatherConfig()
     """The job that gathers."""
-    builds: BuildsConfig = BuildsConfig()
-    """The array that builds images."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:
         extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather.extra]
-        extras.append(self.builds.extra)
         extras += [pool.extra for pool in self.pods.pools]
         for name in sorted({name for extra in extras for name in extra}):
             if name.strip("-") in ("M", "cluster", "clusters"):

@@ -6,7 +6,7 @@ The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; ta
     training:
       policies:
         default:
-          loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: {tasks: 64}}
+          loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
           advantage: {kind: grpo}
           optimizer: {lr: 1.0e-6}
       batch: {tasks: 64}
@@ -34,15 +34,11 @@ class OptimizerConfig(Section):
     lr: float = Field(1e-6, ge=0)
     """Learning rate. Default: 1e-6, for all parameters of a model of some billions; LoRA and small models take more."""
     schedule: Literal["constant", "linear"] = "constant"
-    """``constant``, or ``linear``: falls to ``end`` at the last step. Default: ``constant``."""
+    """``constant``, or ``linear``: falls to 0 at the last step. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
     """Steps in which the rate first rises from 0. Default: 0."""
-    end: float = Field(0.0, ge=0, le=1)
-    """``linear`` only: share of ``lr`` at the last step. Default: 0."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the first and second moment. Default: 0.9 and 0.999."""
-    eps: float = Field(1e-8, gt=0)
-    """What is added to the divisor. Default: 1e-8."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
@@ -55,7 +51,7 @@ class OptimizerConfig(Section):
         if self.schedule == "constant" or steps <= self.warmup + 1:
             return self.lr
         done = min((step - self.warmup - 1) / (steps - self.warmup - 1), 1.0)
-        return self.lr * (1 - (1 - self.end) * done)
+        return self.lr * (1 - done)
 
 
 class LoraConfig(Section):
@@ -143,8 +139,6 @@ class PublishConfig(Section):
 
     every: int = Field(1, ge=1)
     """Steps from one version to the next. Default: 1."""
-    keep: int = Field(3, ge=1)
-    """Versions that are kept. Default: 3."""
     delta: bool = False
     """Whether only what has changed is written. Default: false."""
 
@@ -221,10 +215,9 @@ class TrainingConfig(Section):
     def _fits(self) -> TrainingConfig:
         for name, policy in self.policies.items():
             asked = policy.loss.minibatch
-            if asked and asked.tasks and asked.tasks > self.batch.tasks:
+            if asked and asked > self.batch.tasks:
                 raise ValueError(
-                    f"policies.{name}.loss.minibatch: {asked.tasks} tasks are more than the {self.batch.tasks} of "
-                    "batch.tasks"
+                    f"policies.{name}.loss.minibatch: {asked} tasks are more than the {self.batch.tasks} of batch.tasks"
                 )
         once = [step.name for step in self.data if step.name in ("staleness", "replay")]
         for kind in once:

@@ -116,13 +116,6 @@ _MODELS = (
         "ENGINE_VENV's",
         "the trainer's job, doctor",
     ),
-    Variable("TRAINER_PROCESSES", "processes of a trainer on one node", "one for each GPU", "the trainer's job"),
-    Variable(
-        "TRAINER_REQUEUES",
-        "starts in a row of a trainer that committed nothing before it is given up",
-        "slurm.trainer.requeues of the campaign",
-        "the trainer's job",
-    ),
     Variable("TLS", "0: engine servers speak HTTP without TLS", "1", "engine servers"),
     Variable(
         "AGENTS",
@@ -138,11 +131,12 @@ _MODELS = (
     ),
 )
 _BY_HAND = (
-    Variable("LAYER", "how sandboxes write: overlay, copy or auto", "auto: overlay where there is one", "sandboxes"),
-    Variable("IMAGE_FORM", "how they see images: tree, mount, direct or auto", "auto: by what costs less", "sandboxes"),
-    Variable("GATEWAY", "how they reach the model: nsenter, helper or auto", "auto: the first that works", "sandboxes"),
-    Variable("SANDBOX_START", "how they start: apptainer, clone or auto", "auto: clone where it can be", "sandboxes"),
-    Variable("SANDBOX_RUNNER", "what starts commands in them: program, shell or auto", "auto: program", "sandboxes"),
+    Variable(
+        "SANDBOX_WITHOUT",
+        "features that sandboxes do without, separated by commas: clones, overlay, nsenter",
+        "none: each is used where it works",
+        "sandboxes",
+    ),
     Variable("TEST_BASE_SIF", "image to measure with", "none; --image names one", "bench, tests"),
 )
 _CLONE = (
@@ -154,19 +148,11 @@ _CLONE = (
     Variable("REQUIREMENTS", "list of packages with their hashes", "launchers/requirements.txt", "launchers/setup"),
     Variable("TORCH_INDEX", "package index that has the CPU build of torch", "pip's own", "launchers/setup"),
     Variable("DEBIAN_MIRROR", "a Debian archive", "that of the distribution", "launchers/setup, launchers/fresh"),
-    Variable("BASE_SUITE", "Debian suite of the base image", "bookworm", "launchers/setup, launchers/fresh"),
-    Variable("APPTAINER_SUITES", "Debian suites with Apptainer", "sid testing stable-backports", "launchers/setup"),
-    Variable("PYTHON_SUITES", "Debian suites to take Python from", "stable testing sid", "launchers/harbor-env.sh"),
-    Variable("HARBOR_VENV", "virtual environment of Harbor", "HOME/harbor", "launchers/harbor-env.sh"),
     Variable("LAB_DIR", "directory of the lab", "BUILD/lab", "launchers/lab, demo, learn, test"),
     Variable("KEEP_LAB", "1: leave a lab that was started running", "0", "launchers/test, demo, learn"),
-    Variable("DEMO_DIR", "where the demo's tasks and results go", "BUILD/demo", "launchers/demo"),
     Variable("DEMO_MODEL", "tiny, gemma or a model's directory", "tiny", "launchers/demo"),
-    Variable("LEARN_DIR", "where model and results go", "BUILD/learn", "launchers/learn"),
     Variable("CPU_PARTITION", "partition of the pods, on a site", "the site's default", "launchers/demo, learn"),
     Variable("GPU_PARTITION", "partition of the engines, on a site", "the site's default", "launchers/demo, learn"),
-    Variable("FRESH_DIR", "directory for a bare file system", "/var/tmp/megaflow-fresh", "launchers/fresh"),
-    Variable("TEST_WORKERS", "tests at a time", "cores and one, at most 6", "launchers/test"),
 )
 
 VARIABLES: Mapping[str, tuple[Variable, ...]] = {
@@ -186,6 +172,7 @@ INTERNAL: Mapping[str, str] = {
     "ELASTIC": "env.sh → batch script: engine servers come and go",
     "SERVER": "batch script → rank: the engine server that it runs",
     "TRAINER_SHARE": "env.sh → batch script: whether the trainer's job holds the engine server too",
+    "TRAINER_REQUEUES": "env.sh → batch script: starts in a row without a commit, after which a trainer is given up",
     "TRAINER_STORE": "batch script → processes of a trainer: where they meet",
     "ASK_PODS": "batch script, local campaign → trainer: what prints how many pods run or are queued",
     "COMMAND": "sandbox → its processes: the command that they belong to",

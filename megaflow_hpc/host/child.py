@@ -152,7 +152,8 @@ def _leave_network() -> None:
 def run_confined(call: Callable[[], int], limits: Limits, network: bool = False) -> int:
     """Calls a function in a child process. Returns the exit status, or a signal as a negative number.
 
-    The child shares this process's terminal, so Ctrl-C reaches it too.
+    The child shares this process's terminal, so Ctrl-C reaches it too. A second Ctrl-C kills a child that a library
+    keeps from reacting to the first.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -161,6 +162,7 @@ def run_confined(call: Callable[[], int], limits: Limits, network: bool = False)
     if not child:
         status = 1
         try:
+            die_with_parent()
             confine(limits, network)
             status = call()
         except MemoryError:
@@ -176,7 +178,11 @@ def run_confined(call: Callable[[], int], limits: Limits, network: bool = False)
             if status < 0:
                 os.kill(os.getpid(), -status)
             os._exit(status & 0xFF)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os.kill(child, signal.SIGKILL))
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:

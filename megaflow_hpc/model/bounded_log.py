@@ -1,4 +1,4 @@
-"""A log that others can make say much, kept short: each kind of message at most once a minute, with its number."""
+"""A log for events that clients cause: each kind is written at most once a minute, with its count."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ PERIOD_S = 60.0
 class BoundedLog:
     """Counts events by kind and writes the first at once, then at most a line a minute and kind.
 
-    It is also an object that aiohttp takes for a logger; of its exceptions the first of each minute has a traceback.
+    It also serves aiohttp as a logger. The first exception of each minute has a traceback.
 
     Args:
-        log: Where lines go.
+        log: Gets the lines.
         clock: Returns seconds.
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Kind → when it was last written, and how many came since."""
+        """Kind → time of its latest line, and events since."""
 
     def refused(self, kind: str, whose: str = "") -> None:
-        """Counts one event. ``kind`` is one of few fixed texts, ``whose`` goes with the one that is written."""
+        """Counts one event. ``kind`` is one of few fixed texts; ``whose`` names the event's cause."""
         if number := self._due(kind):
             self._log.warning("refused: %s: %d%s", kind, number, f", the latest of {whose}" if whose else "")
 
@@ -37,17 +37,17 @@ class BoundedLog:
                 self._log.error("the same: %d times more since the one before", number - 1)
 
     def debug(self, *_: object, **__: object) -> None:
-        """What aiohttp says for its own sake is dropped."""
+        """Drops the debug messages of aiohttp."""
 
     def flush(self) -> None:
-        """Writes the numbers that were not written."""
+        """Writes the counts that are not written yet."""
         for kind, (_, number) in self._kinds.items():
             if number:
                 self._log.warning("%s: %d more", kind, number)
         self._kinds.clear()
 
     def _due(self, kind: str) -> int:
-        """Returns how many to write of now, or 0."""
+        """Returns the count to write now, 0 if this kind was written less than a minute ago."""
         said, number = self._kinds.get(kind, (-PERIOD_S, 0))
         now = self._clock()
         if now - said < PERIOD_S:

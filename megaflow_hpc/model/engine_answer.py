@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.model.json_pieces import TooMuch
+from megaflow_hpc.model.json_text import TooMuch
 from megaflow_hpc.texts import containers_at
 
 MAX_TEXT = 8 * 2**20
@@ -96,14 +96,14 @@ def check(reply: dict[str, Any], chat: bool, most: int) -> None:
 
 
 def check_size(reply: Mapping[str, Any], size: int) -> None:
-    """Makes sure that what an agent is told is neither nested deeply nor of endless texts.
+    """Makes sure that an answer is not nested deeply and has no endless texts.
 
     Args:
         reply: The answer, without what the agent did not ask for.
         size: Bytes that the engine sent.
 
     Raises:
-        ValueError: It is; :class:`~megaflow_hpc.model.json_pieces.TooMuch` for its texts.
+        ValueError: It is; :class:`~megaflow_hpc.model.json_text.TooMuch` for its texts.
     """
     if containers_at(reply, DEPTH):
         raise ValueError(f"nested more than {DEPTH} deep")

@@ -79,7 +79,6 @@ class RunFigures(msgspec.Struct, kw_only=True):
     failures_by_node: dict[str, int]
     repeated: dict[str, int]
     """Failed attempts that were repeated, by cause."""
-    copies: int
     stragglers: list[Straggler]
     cost: Cost
     training: list[TrainingCurve] = []
@@ -154,7 +153,6 @@ class LoadedRun:
             failures_by_kind=counted(rows.error_kind.names, rows.error_kind.codes[failed]),
             failures_by_node=counted(rows.node.names, rows.node.codes[failed]),
             repeated=dict(sorted(events.repeated.items())),
-            copies=events.copies,
             stragglers=stragglers_of(rows),
             cost=cost_of(self.run, uses, worked(self.store, rows) if uses else [], prices, len(rows), passed),
             training=curves_of(self.run, record) if self.run else [],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.series import Span
-from megaflow_hpc.rundir.events import AttemptEvent, CopyEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
+from megaflow_hpc.rundir.events import AttemptEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 
@@ -53,8 +53,6 @@ class Events:
     """Failed attempts that were repeated, by cause."""
     repeated_on: Counter[str] = field(default_factory=Counter)
     """Failed attempts that were repeated, by pod."""
-    copies: int = 0
-    """Stragglers that were started once more."""
 
 
 def read_events(run: RunDir) -> Events:
@@ -78,8 +76,6 @@ def read_events(run: RunDir) -> Events:
                 case AttemptEvent():
                     found.repeated[event.kind] += 1
                     found.repeated_on[name] += 1
-                case CopyEvent():
-                    found.copies += 1
                 case RolloutEvent():
                     found.pod_of[event.id] = name
                     pod.stored += 1

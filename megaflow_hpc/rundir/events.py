@@ -147,14 +147,6 @@ class AttemptEvent(Event, tag="attempt", gc=False):
     rank: Count | None = None
 
 
-class CopyEvent(Event, tag="copy"):
-    """A straggler was started once more."""
-
-    id: str
-    rank: Count
-    attempt: Count
-
-
 class EndpointsEvent(Event, tag="endpoints"):
     """The engine servers that the pod knows have changed."""
 
@@ -170,7 +162,6 @@ AnyEvent = (
     | StartEvent
     | RolloutEvent
     | AttemptEvent
-    | CopyEvent
     | EndpointsEvent
 )
 

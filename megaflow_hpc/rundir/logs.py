@@ -21,7 +21,6 @@ from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
-    CopyEvent,
     EventReader,
     PodEvent,
     RolloutEvent,
@@ -260,8 +259,6 @@ def describe(event: AnyEvent) -> str:
         case AttemptEvent():
             rank = "" if event.rank is None else f" on rank {event.rank}"
             return f"attempt {event.attempt} failed{rank}, and is repeated: {event.kind}: {event.error}"
-        case CopyEvent():
-            return f"started once more on rank {event.rank}, as attempt {event.attempt}: it takes long"
         case RolloutEvent():
             reward = "not verified" if event.reward is None else f"reward {event.reward:g}"
             why = f": {event.kind}: {event.error}" if event.kind or event.error else ""

@@ -14,7 +14,6 @@ its jobs are found by their comment.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ import msgspec
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.locks import locked
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
@@ -213,9 +213,9 @@ class Arrays:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Locks the number of jobs against this user's other processes, as far as the file system supports locks."""
-        with open(self.run.ledger / "jobs.lock", "w") as file:
+        with contextlib.ExitStack() as lock:
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock.enter_context(locked(self.run.ledger / "jobs.lock"))
             yield
 
 

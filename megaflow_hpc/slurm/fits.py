@@ -151,7 +151,7 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
         found.append(f"{key}.mem_gb: {asked}, and a node of partition {names} has {most / 1000:g}; ask for less")
     if cpus > (most := max(p.cpus for p in partitions)):
         what = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
-        what = {"slurm.gather": "cpus", "slurm.builds": "cpus"}.get(key, what)
+        what = "cpus" if key == "slurm.gather" else what
         found.append(f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer")
     if job.get("gres/gpu") and not any(p.gpus for p in partitions):
         having = sorted(p.name for p in site.partitions().values() if p.gpus)

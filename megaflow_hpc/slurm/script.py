@@ -2,7 +2,7 @@
 
 ``--dry-run`` prints exactly the text that is submitted. The scripts in ``sbatch/`` are this function's output without a
 campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``, ``servers.sh``,
-``trainer.sh``, ``gather.sh`` and ``images.sh`` in this directory. Each of them starts with ``own.sh``.
+``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from importlib import resources
 from typing import Any, Literal
 
 from megaflow_hpc.config import CampaignConfig, PodPoolConfig
-from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig, SlurmConfig
+from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.rundir.layout import RunDir
 
-Role = Literal["pods", "servers", "trainer", "gather", "images"]
+Role = Literal["pods", "servers", "trainer", "gather"]
 
 WARN_S = 60
 """Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
@@ -277,37 +277,6 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
     elsewhere = ["--wait"] if any(pool.cluster for pool in config.slurm.pods.pools) else []
     ending = ["--end-servers", *servers] if servers else []
     return Job("gather", options, arguments=[*elsewhere, *ending], run=str(run))
-
-
-IMAGES = "megaflow-images"
-"""Name of the jobs that build images. Their comment is the name of the batch."""
-
-
-def images_job(slurm: SlurmConfig, batch: RunDir, elements: int, throttle: int | None = None) -> Job:
-    """Returns an array that builds images. Each element builds a part of a batch.
-
-    Args:
-        batch: Directory of the batch. It contains ``env.sh`` and ``logs`` like a run directory.
-        throttle: Maximum number of elements that run at once.
-    """
-    builds = slurm.builds
-    options = {
-        "job-name": IMAGES,
-        "comment": batch.path.name,
-        "account": slurm.account,
-        "output": batch.log("images"),
-        "open-mode": "append",
-        "partition": builds.partition or slurm.pods.partition,
-        "nodes": 1,
-        "ntasks": 1,
-        "cpus-per-task": builds.cpus,
-        "mem": _megabytes(builds.mem_gb),
-        "time": _walltime(builds.time),
-        "requeue": True,
-        **slurm.extra,
-        **builds.extra,
-    }
-    return Job("images", options, elements, throttle=throttle, run=str(batch))
 
 
 def by_hand(role: Role) -> str:

@@ -83,10 +83,6 @@ POD_VARIABLES = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC"
 """``MEGAFLOW_…`` variables of a pod. Jobs that a pod submits must not inherit them."""
 
 
-SECTIONS = {"images": "builds"}
-"""Role → section of ``slurm``, if their names differ."""
-
-
 def inherited(environment: Iterable[str]) -> list[str]:
     """Returns the names of variables that no job may inherit.
 
@@ -109,5 +105,5 @@ def submit(run: RunDir, job: Job) -> list[ArrayJob]:
         return ScriptExecutor(run.logs, job).submit_job()
     except (FailedSubmissionError, FailedJobError, RuntimeError) as error:
         said = [line for line in str(error).splitlines() if "sbatch: " in line] or str(error).splitlines()[-1:]
-        section = f"slurm.{SECTIONS.get(job.role, job.role)} of the campaign"
+        section = f"slurm.{job.role} of the campaign"
         raise SiteError(f"sbatch refused the {job.role} job ({section}): {said[-1].strip()}") from None

@@ -107,7 +107,7 @@ export PYTHONPATH="$RUN/training/.package${PYTHONPATH:+:$PYTHONPATH}"
 # several nodes they meet through torch's store, at a random port of the first node. That store does not authenticate its
 # clients (docs/explanation/security.md).
 nodes=${SLURM_JOB_NUM_NODES:-1}
-processes=${MEGAFLOW_TRAINER_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
+processes=${SLURM_GPUS_ON_NODE:-1}
 [ "$processes" -ge 1 ] || processes=1
 command=("$MEGAFLOW_TRAINER_PYTHON")
 if [ "$((nodes * processes))" -gt 1 ]; then

@@ -19,15 +19,6 @@ def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
     return [requests[0] for requests in wanted] + [request for requests in wanted for request in requests[1:]]
 
 
-def with_unbuilt(tasks: Sequence[Task], errors: Mapping[str, str]) -> list[Task]:
-    """The tasks, those that want an image of ``errors`` (by its name) with what is said of it."""
-    marked = []
-    for task in tasks:
-        said = [errors[request.name] for request in format_of(task).images(task) if request.name in errors]
-        marked.append(replace(task, unbuilt=said[0]) if said else task)
-    return marked
-
-
 def in_image_directories(
     tasks: Sequence[Task],
     files: Mapping[str, str],

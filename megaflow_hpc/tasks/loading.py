@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
@@ -19,12 +18,12 @@ def load_tasks(
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
 ) -> list[Task]:
-    """Every task of every source, in order of source and, within one, of id.
+    """Returns every task of every source, in order of source and, within one, of id.
 
     Args:
-        sources: ``{path, include, exclude, limit, mode}`` as in the campaign file; a bare string is a path. Paths are
+        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are
             globs relative to ``base_dir``; include and exclude are shell patterns on ids.
-        dockerfiles: reads the tasks' Dockerfiles, for whoever resolves their images afterwards.
+        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved afterwards.
 
     Raises:
         Mistakes: sources without tasks, broken tasks, ids that two tasks have.
@@ -68,8 +67,6 @@ def _of_source(
             f"tasks: {path}: {len(found)} tasks, but none is left by include {list(include)} and "
             f"exclude {list(exclude)}; ids are such as {found[0].id}"
         )
-    if mode := options.get("mode"):
-        kept = [replace(task, mode=mode) for task in kept]
     return source_format.settle(kept[: options.get("limit") or None])
 
 

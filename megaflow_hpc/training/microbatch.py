@@ -176,40 +176,25 @@ def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> ND
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
-def split(
-    planned: Sequence[PlannedRollout],
-    groups: Sequence[int],
-    unit: str,
-    size: int,
-    random: np.random.Generator | None = None,
-) -> list[list[int]]:
-    """Cuts the rollouts of a step into minibatches; the samples of a group stay together unless ``unit`` is samples.
+def split(groups: Sequence[int], size: int, random: np.random.Generator | None = None) -> list[list[int]]:
+    """Cuts the rollouts of a step into minibatches of whole groups.
 
     Args:
-        planned, groups: the rollouts, and the number of the group of each.
-        unit: ``tasks`` (groups), ``samples`` (rollouts) or ``tokens`` (sampled ones).
-        size: most of them in a minibatch; one group or rollout may have more tokens.
-        random: shuffles; without it the plan's order stays.
+        groups: the number of the group of each rollout.
+        size: groups of a minibatch.
+        random: shuffles the groups; without it they keep the plan's order.
 
     Returns:
         Indices of rollouts by minibatch.
     """
-    if unit == "samples":
-        items = [[index] for index in range(len(planned))]
-    else:
-        by_group: dict[int, list[int]] = {}
-        for index, group in enumerate(groups):
-            by_group.setdefault(group, []).append(index)
-        items = list(by_group.values())
+    by_group: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        by_group.setdefault(group, []).append(index)
+    members = list(by_group.values())
     if random is not None:
-        items = [items[n] for n in random.permutation(len(items))]
-    found: list[list[int]] = []
-    room = 0
-    for item in items:
-        cost = sum(sum(planned[index].sampled) for index in item) if unit == "tokens" else 1
-        if not found or cost > room:
-            found.append([])
-            room = size
-        found[-1] += item
-        room -= cost
-    return found
+        members = [members[n] for n in random.permutation(len(members))]
+    minibatches = []
+    for first in range(0, len(members), size):
+        chosen = members[first : first + size]
+        minibatches.append([index for group in chosen for index in group])
+    return minibatches

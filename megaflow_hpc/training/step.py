@@ -23,6 +23,9 @@ from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
+KEPT_VERSIONS = 3
+"""Versions of the weights that trainers keep: engines may serve one while they load the next."""
+
 
 class Flow(Protocol):
     """The part of a dataflow that its steps use."""
@@ -105,9 +108,8 @@ class Step:
             if loss.minibatch is None:
                 yield self.minibatch()
                 continue
-            ((unit, size),) = loss.minibatch.model_dump(exclude_none=True).items()
             random = np.random.default_rng([*self.plan.seed, epoch])
-            for rollouts in split(self.plan.rollouts, self.groups, unit, size, random):
+            for rollouts in split(self.groups, loss.minibatch, random):
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:

@@ -49,6 +49,7 @@ def bare_h5py(path: Path, target: Path) -> tuple[float, float]:
             )
             for first, values in _pieces(dataset):
                 timed(partial(copy.write_direct, values, dest_sel=slice(first, first + len(values))))
+            timed(file.flush)  # compresses what HDF5 still holds of the dataset
 
         def finish() -> None:
             file.close()

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
 
 def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     """Makespans, busy slots and memory of campaigns in virtual time."""
-    from megaflow_hpc.pod.scheduling.simulation import LEARNED, pareto
+    from tests.bench.simulation import LEARNED, pareto
 
     count = arguments.rollouts
     shapes: dict[str, list[list[float]]] = {}
@@ -126,7 +126,7 @@ def _durations(path: Path) -> list[float]:
 def _flat() -> Figure:
     """One task a slot, from one to ten thousand, in one pod whose rank 0 takes the time that a decision was measured to
     take."""
-    from megaflow_hpc.pod.scheduling.simulation import Shape, simulate
+    from tests.bench.simulation import Shape, simulate
 
     counts = (1, 10, 100, 1000, 10_000)
     spans = [simulate(Shape([60.0] * n, [0.0] * n, 1, n, dispatch_s=DECISION_S)).makespan_s for n in counts]
@@ -144,7 +144,7 @@ def simulated_figure(
 
 def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[float, float, float]:
     """(makespan over ideal, per cent busy, peak MB of this process)."""
-    from megaflow_hpc.pod.scheduling.simulation import Shape, estimated, simulate
+    from tests.bench.simulation import Shape, estimated, simulate
 
     durations, order, sigma, pods, slots, seed = job
     expected = [0.0] * len(durations) if sigma is None else estimated(durations, sigma, seed)

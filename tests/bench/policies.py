@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
 from tests.bench.dispatch import simulated_figure
 from tests.bench.figures import Figure
+from tests.bench.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
 TYPICAL_S, LIMIT_S, HANGING = 600.0, 7200.0, 0.02
@@ -28,30 +28,26 @@ def _campaign(seed: int, samples: int) -> Shape:
     draw = random.Random(seed)
     durations: list[float] = []
     rewards: list[float] = []
-    again: list[float] = []
     for _ in range(TASKS):
         typical_s = TYPICAL_S * math.exp(draw.gauss(0.0, 0.6))
         solved = draw.choice((0.0, 0.5, 1.0))
         for _ in range(samples):
-            lasts = [min(LIMIT_S, typical_s * math.exp(draw.gauss(0.0, 0.6))) for _ in range(2)]
-            durations.append(LIMIT_S if draw.random() < HANGING else lasts[0])
-            again.append(LIMIT_S if draw.random() < HANGING else lasts[1])
+            lasts_s = min(LIMIT_S, typical_s * math.exp(draw.gauss(0.0, 0.6)))
+            durations.append(LIMIT_S if draw.random() < HANGING else lasts_s)
             rewards.append(float(draw.random() < solved))
-    return Shape(durations, [0.0] * len(durations), PODS, SLOTS, samples=samples, rewards=rewards, copies_s=again)
+    return Shape(durations, [0.0] * len(durations), PODS, SLOTS, samples=samples, rewards=rewards)
 
 
 def compare(seed: int) -> dict[str, float]:
     """Policy → its makespan over that of ``fifo`` without any."""
-    shape = _campaign(seed, SAMPLES)
-    plain = replace(shape, copies_s=())
+    plain = _campaign(seed, SAMPLES)
     base = simulate(plain)
 
     def over(outcome: SimulationResult) -> float:
         return outcome.makespan_s / base.makespan_s
 
-    spare = replace(_campaign(seed, SAMPLES + 2), copies_s=(), rules=GroupRules(wanted={"p": SAMPLES}))
+    spare = replace(_campaign(seed, SAMPLES + 2), rules=GroupRules(wanted={"p": SAMPLES}))
     dropped = replace(plain, rules=GroupRules(signal_after=4))
-    retried = replace(plain, rules=GroupRules(signal_after=4, retry_every=2))
     known = replace(plain, order="longest", expected_s=plain.durations_s)
     learned = replace(plain, order="longest", expected_s=estimated(plain.durations_s, LEARNED, seed))
     return {
@@ -60,8 +56,6 @@ def compare(seed: int) -> dict[str, float]:
         "order: fair": over(simulate(replace(plain, order="fair"))),
         "spare: 2": over(simulate(spare)),
         "signal_after: 4": over(simulate(dropped)),
-        "signal_after: 4, retry_every: 2": over(simulate(retried)),
-        "copies: true": over(simulate(shape)),
     }
 
 

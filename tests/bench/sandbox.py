@@ -77,15 +77,14 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
         note(f"{arguments.sandboxes} starts at once, {arguments.rounds} times")
         rates, bare_rates, memory = await _at_once(provider, spec, rootfs, arguments)
         note("resets")
-        ready, back_to_back = await _resets(provider, image, arguments.starts)
+        resets = await _resets(provider, image, arguments.starts)
         one, many = "fresh sandbox with its first command", "fresh sandboxes at once"
         figures = [
             median(one, "ms", starts).beside(bare.EXEC, "", statistics.median(bare_starts)),
             median(many, "per s", rates, better="higher").beside(bare.EXEC, "", statistics.median(bare_rates)),
             multiple(one, bare.EXEC, starts, bare_starts, 0.7),
             multiple(many, bare.EXEC, rates, bare_rates, 1.3, "higher"),
-            median("reset of a persistent sandbox to clean", "ms", ready, 10),
-            median("the same without a pause between resets", "ms", back_to_back),
+            median("reset to clean", "ms", resets),
             median("stop", "ms", stops, 10),
             median("memory of an idle sandbox, PSS of all its processes", "MB", memory, 6),
         ]
@@ -132,7 +131,6 @@ async def _at_once(
         began = time.perf_counter()
         sandboxes = await asyncio.gather(*(start() for _ in range(arguments.sandboxes)))
         rates.append(len(sandboxes) / (time.perf_counter() - began))
-        await asyncio.gather(*(sandbox.settled() for sandbox in sandboxes))
         await asyncio.sleep(SETTLE_S)
         memory = []
         for sandbox in sandboxes:
@@ -153,23 +151,19 @@ def _proportional(pid: int) -> float:
         return 0.0
 
 
-async def _resets(provider: ApptainerProvider, image: str, count: int) -> tuple[list[float], list[float]]:
-    """With time in between for the next to stand by, as a rollout leaves it; and without."""
+async def _resets(provider: ApptainerProvider, image: str, count: int) -> list[float]:
+    """Returns the milliseconds of each reset of a sandbox with changed files and a process in the background."""
     from megaflow_hpc.environments import SandboxSpec
 
-    ready: list[float] = []
-    back_to_back: list[float] = []
-    async with await provider.start(SandboxSpec(image, mode="persistent")) as sandbox:
-        for pause, taken in ((True, ready), (False, back_to_back)):
-            for _ in range(count):
-                await sandbox.exec("touch /tmp/a /b; sleep 100 &")
-                if pause:
-                    await provider.standing_by(sandbox.spec)
-                began = time.perf_counter()
-                await sandbox.reset()
-                taken.append((time.perf_counter() - began) * 1000)
-                assert (await sandbox.exec("ls /b")).exit_code
-    return ready, back_to_back
+    taken: list[float] = []
+    async with await provider.start(SandboxSpec(image)) as sandbox:
+        for _ in range(count):
+            await sandbox.exec("touch /tmp/a /b; sleep 100 &")
+            began = time.perf_counter()
+            await sandbox.reset()
+            taken.append((time.perf_counter() - began) * 1000)
+            assert (await sandbox.exec("ls /b")).exit_code
+    return taken
 
 
 def _leftovers(image: str, count: int, provider: ApptainerProvider) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Engine and trainer of the learning curve take turns on one GPU (``slurm.trainer.share: sleep``), with real sandboxes.
 
-    cd FOLDER; python -m tests.bench.shared_gpu [--steps 20] [--level 1] [--dtype bfloat16] [--model DIRECTORY]
+    cd FOLDER; python -m tests.bench.shared_gpu [--steps 20] [--dtype bfloat16] [--model DIRECTORY]
 
 FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/base``. Without Slurm. It prints the
 mean rewards by step, what a turn costs, how far the engine's log-probabilities lie from the trainer's, and how much of
@@ -48,7 +48,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=1, choices=(0, 1))
-    parser.add_argument("--level", type=int, default=1, choices=(1, 2), help="of sleep: weights in memory, or nowhere")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of engine and trainer")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--samples", type=int, help="rollouts of each of the ten tasks in a step")
@@ -58,7 +57,7 @@ def main() -> int:
 
     words = learn.read(["--local", "--steps", str(asked.steps), "--seed", str(asked.seed)])
     campaign = learn.fields(words, Path("campaign.yaml").read_text(), os.environ["MEGAFLOW_TEST_BASE_SIF"], {})
-    campaign["slurm"]["trainer"] |= {"share": "sleep", "sleep_level": asked.level, "gpus": asked.gpus}
+    campaign["slurm"]["trainer"] |= {"share": "sleep", "gpus": asked.gpus}
     campaign["slurm"]["pods"]["ranks_per_node"] = 1 if asked.gpus else 2
     campaign["samples"] = asked.samples or campaign["samples"]
     model = campaign["model"] | {"gpus": asked.gpus, "servers": {"min": 1, "max": 1}}

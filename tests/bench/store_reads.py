@@ -23,7 +23,7 @@ BATCH = 1024
 
 def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Note) -> list[Figure]:
     """Generates a campaign file, then measures opening it and drawing random batches from it."""
-    from megaflow_hpc.trajectories.hdf5.schema import ID_CHUNK, LOGPROB_CHUNK, RUN_CHUNK
+    from megaflow_hpc.trajectories.hdf5.schema import TOKEN_CHUNK
 
     count, each = arguments.generated, arguments.generated_tokens
     if arguments.keep:
@@ -51,7 +51,7 @@ def reads(arguments: argparse.Namespace, transcripts: Any, room: Path, note: Not
             150.0 if each == 4096 and rows == BATCH else None,
         ),
         median(
-            f"its CPU time; chunks of {ID_CHUNK} ids, {LOGPROB_CHUNK} log-probabilities, {RUN_CHUNK} of the others",
+            f"its CPU time; chunks of {TOKEN_CHUNK} tokens",
             "ms",
             [1000 * cpu for _, cpu in batches],
         ),

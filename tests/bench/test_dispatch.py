@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.simulation import Shape, estimated, pareto, simulate
 from tests.bench import dispatch
+from tests.bench.simulation import Shape, estimated, pareto, simulate
 
 
 def measured(*words: str) -> dict[str, float]:
@@ -52,12 +52,3 @@ def test_groups_without_signal_cost_a_fraction_of_their_samples() -> None:
     shape = Shape([10.0] * 800, [0.0] * 800, pods=2, slots=40, samples=20, rewards=[0.0] * 800)
     assert simulate(shape).rollouts == 800
     assert simulate(replace(shape, rules=GroupRules(signal_after=2))).rollouts < 400
-
-
-def test_a_copy_that_is_faster_ends_the_campaign_sooner() -> None:
-    durations = [100.0] * 200
-    durations[7] = 10_000.0
-    shape = Shape(durations, [0.0] * 200, pods=1, slots=64)
-    copied = simulate(replace(shape, copies_s=[100.0] * 200))
-    assert copied.rollouts == 200
-    assert copied.makespan_s < 1000 < simulate(shape).makespan_s

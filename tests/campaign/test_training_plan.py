@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from megaflow_hpc import Campaign
+from megaflow_hpc.campaign.planning.gpu_sharing import sleeping
+from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.ledger.tasks import planned_tasks
@@ -22,7 +24,6 @@ models:
   learner: {engine: scripted, script: answers.yaml}
   judge: {engine: scripted, script: answers.yaml}
 training: {policies: {learner: {}}}
-slurm: {trainer: {requeues: 7}}
 """
 
 
@@ -41,7 +42,7 @@ def test_trained_policies_are_asked_for_by_their_trainers_alone(
     said = subprocess.check_output(
         ["bash", "-c", f'. {run.dir.env_sh}; echo "$MEGAFLOW_TRAINER_PYTHON $MEGAFLOW_TRAINER_REQUEUES"'], text=True
     )
-    assert said.split() == [f"{tmp_path}/bin/python", "7"]
+    assert said.split() == [f"{tmp_path}/bin/python", "20"]
     # The trainer's interpreter gets this package, and no other library of ours.
     assert os.listdir(run.dir.training / ".package") == ["megaflow_hpc"]
     assert (run.dir.training / ".package" / "megaflow_hpc" / "training" / "plan.py").exists()
@@ -73,7 +74,7 @@ SHARED = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml, gpus: 1}
 training: {policies: {default: {}}, mode: synchronous}
-slurm: {trainer: {share: sleep, sleep_level: 2}}
+slurm: {trainer: {share: sleep}}
 """
 
 
@@ -86,11 +87,21 @@ def test_an_engine_that_sleeps_is_in_no_array_but_in_its_trainers_job(tmp_path: 
         launcher="local"
     )
     servers = [(server.policy, server.model.get("sleep_level")) for server in run.record.servers]
-    assert servers[-1] == ("learner", 2)
+    assert servers[-1] == ("learner", 1)
     assert sorted(servers[:-1]) == [("judge", None), ("other", None)]
     assert [(group.first, group.count) for group in run.record.server_groups] == [(0, 1), (1, 1)]
     said = subprocess.check_output(["bash", "-c", f'. {run.dir.env_sh}; echo "$MEGAFLOW_TRAINER_SHARE"'], text=True)
     assert said == "sleep\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "how", "level"), [("vllm", "{}", 2), ("vllm", "{lora: {}}", 1), ("scripted", "{}", 1)]
+)
+def test_an_engine_drops_its_weights_in_its_sleep_if_it_gets_new_ones_anyway(engine: str, how: str, level: int) -> None:
+    text = SHARED.replace("engine: scripted", f"engine: {engine}").replace("default: {}", f"default: {how}")
+    fields = {"name": "x", "tasks": "tasks/*", "agent": "oracle", **yaml.safe_load(text)}
+    fields["model"]["path"] = "model"
+    assert sleeping(parse(fields)) == {"default": level}
 
 
 @pytest.mark.parametrize(
@@ -111,11 +122,6 @@ def test_an_engine_that_sleeps_is_in_no_array_but_in_its_trainers_job(tmp_path: 
         ("share: sleep", "share: sleep, nodes: 2", "slurm.trainer.nodes: 2: {}: both are on one node: leave it out"),
         ("gpus: 1}", "gpus: 1, nodes: 2}", "model.nodes: 2: {}: both are on one node: leave it out"),
         ("slurm: {", "slurm: {together: true, ", "slurm.together: True: {}: the engine is in the trainer's job"),
-        (
-            "default: {}",
-            "default: {lora: {rank: 8}}",
-            "slurm.trainer.sleep_level: 2: {}: an adapter's model .*: write",
-        ),
     ],
 )
 def test_where_trainer_and_engine_cannot_take_turns_the_key_is_named_and_what_to_do(
@@ -131,6 +137,6 @@ def test_where_trainer_and_engine_cannot_take_turns_the_key_is_named_and_what_to
 def test_two_policies_that_learn_do_not_share_gpus_by_sleep(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
     text = MODELS.replace("{learner: {}}}", "{learner: {}, judge: {}}, mode: synchronous}")
-    text = text.replace("requeues: 7", "share: sleep, gpus: 0")
+    text += "slurm: {trainer: {share: sleep, gpus: 0}}\n"
     with pytest.raises(ConfigError, match=r"training.policies: learner, judge: .*: one trainer takes turns"):
         Campaign.from_yaml(make_campaign(1, text, agent="mini-swe-agent")).plan(launcher="local")

@@ -17,7 +17,7 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.cli.progress import PlanProgress
-from megaflow_hpc.environments.images.making import Making
+from megaflow_hpc.environments.images.build_progress import BuildProgress
 from megaflow_hpc.slurm import site
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, run_dir, trajectory
@@ -72,7 +72,7 @@ def test_every_mistake_of_a_file_is_said_at_once(campaign: Path, megaflow: Megaf
     broken.write_text("version = [")
     campaign.write_text(
         text.replace("images: {base: ", "images: {other: ").replace("[oracle, nop]", "[oracle, nobody]")
-        + "scheduling: {retry_every: 2, learn_from: [gone]}\n"
+        + "scheduling: {learn_from: [gone]}\n"
     )
     done = megaflow("check", campaign, "--json")
     assert done.returncode == 2
@@ -81,7 +81,6 @@ def test_every_mistake_of_a_file_is_said_at_once(campaign: Path, megaflow: Megaf
     for words in (
         f"{campaign}:3: agent 'nobody' is unknown",
         f"{broken}:",
-        "retry_every needs signal_after",
         "gone",
     ):
         assert [line for line in found["mistakes"] if words in line], words
@@ -184,8 +183,8 @@ def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: 
     assert done.returncode == 0
     idle, cut = json.loads(done.stdout)["warnings"]
     assert idle == (
-        f"{campaign}:5: 3 pods for 18 rollouts in 2 groups, which stay whole (scheduling: spare, signal_after or "
-        "groups: together): 1 of them will have nothing to do; 2 are enough"
+        f"{campaign}:5: 3 pods for 18 rollouts in 2 groups, which stay whole (scheduling: spare or "
+        "signal_after): 1 of them will have nothing to do; 2 are enough"
     )
     assert cut.startswith(
         f"{campaign}:5: rollouts of 2 of 2 tasks may take up to 1200 s (time-outs of agent and tests)"
@@ -435,7 +434,8 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     assert files(campaign) == before
 
     text = megaflow("submit", campaign, "--dry-run").stderr
-    assert "time-outs of agent and tests allow, the most it can; --like RUN or --rollout-seconds N tell better" in text
+    assert "as the time-outs of agent and tests allow" in text
+    assert "40 rollouts of 2 tasks in 16 blocks\n2 pods with 8 slots at once" in text
     assert "warning" not in text
     assert "core-hours: " in text
     done = megaflow(
@@ -466,7 +466,7 @@ def test_planning_says_what_it_is_at_when_that_takes_long(
         while said.count("reading tasks: 0:0") < 2:  # says so again and again, until the test's own time is up
             time.sleep(0.01)
             said += capsys.readouterr().err
-        watch.show(Making(1, 1, 0, 1, 1, 0, 0))
+        watch.show(BuildProgress(1, 1, 0, 1, 1, 0, 0))
         watch.step("listing rollouts")
         while "listing rollouts: 0:0" not in said:  # the end of images is not the end of planning
             time.sleep(0.01)

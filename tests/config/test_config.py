@@ -98,7 +98,7 @@ def test_an_error_names_file_line_value_and_remedy(tmp_path: Path, text: str, ex
     assert complaint(tmp_path, text).startswith(expected)
 
 
-@pytest.mark.parametrize("section", ["pods", "servers", "trainer", "gather", "builds", "pools"])
+@pytest.mark.parametrize("section", ["pods", "servers", "trainer", "gather", "pools"])
 @pytest.mark.parametrize("value", ["-3", "0", "'0'", "0:00:00", "0-0", "'-3'"])
 def test_a_walltime_in_which_nothing_can_run_is_refused(tmp_path: Path, section: str, value: str) -> None:
     inner = f"{{time: {value}}}"

@@ -20,7 +20,7 @@ OF_TASKS = {
     "tests/test.sh", "tests/Dockerfile", "solution/solve.sh", "tests/test_filesize.py", "tests/test_number.py",
 }  # fmt: skip
 """Files of task directories and of packages that become tasks, and not of this repository."""
-INSTALLED = {"megaflow_hpc/carried/launchers/site", "config/mini_textbased.yaml"}
+INSTALLED = {"megaflow_hpc/carried/launchers/site", "megaflow_hpc/carried/sbatch", "config/mini_textbased.yaml"}
 """Files of a wheel: ours, and that of mini-swe-agent."""
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.adding import add
+from megaflow_hpc.ledger.blocks import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
-from megaflow_hpc.ledger.ending import Consumers, finish
+from megaflow_hpc.ledger.ending import finish
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -32,7 +32,6 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import Rules
-from megaflow_hpc.ledger.sharing import Sharing
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.winners import Entry, counts, decide
@@ -158,9 +157,8 @@ def pod(
 
 
 def _memory(mine: Rules) -> str:
-    """All that a pod knows, by value: what stands in parts of their own too."""
-    parts = (Consumers, Sharing)
-    return repr({name: vars(value) if isinstance(value, parts) else value for name, value in vars(mine).items()})
+    """All that a pod knows, by value."""
+    return repr(vars(mine))
 
 
 def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", how: Adding = add) -> Program:
@@ -346,7 +344,7 @@ class Model:
     def _at_once(self, state: State, call: Any) -> bool:
         """Whether a call makes no difference to the others, nor they to it."""
         if isinstance(call, Names):
-            return call.room in (self.fixed if self.opened else (*self.fixed, OPEN))
+            return call.directory in (self.fixed if self.opened else (*self.fixed, OPEN))
         if isinstance(call, Read):
             # What no cache can miss any more, and never changes.
             oldest = (*state.before, state.files)[0]
@@ -399,7 +397,7 @@ class Model:
         files = self._files(state)
         if isinstance(call, Names | Read | There):
             found = []
-            path = call.room if isinstance(call, Names) else call.path
+            path = call.directory if isinstance(call, Names) else call.path
             for seen in (state.files, *(state.before if path.startswith(self.cached) else ())):
                 if (answer := self._look(seen, call)) not in found:
                     found.append(answer)
@@ -534,7 +532,7 @@ def finished(files: Mapping[str, str]) -> bool:
 
 def _look(files: Mapping[str, str], call: Names | Read | There) -> Any:
     if isinstance(call, Names):
-        start = call.room + "/"
+        start = call.directory + "/"
         return tuple(sorted(path.removeprefix(start) for path in files if path.startswith(start)))
     if isinstance(call, There):
         return call.path in files

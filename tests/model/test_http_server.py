@@ -19,7 +19,7 @@ async def _answer(request: web.BaseRequest) -> web.StreamResponse:
 @in_loop
 async def test_the_number_of_a_listener_that_was_closed_may_be_anothers_at_once() -> None:
     loop = asyncio.get_running_loop()
-    server = HttpServer(_answer, logging.getLogger(__name__), of_one=8)
+    server = HttpServer(_answer, logging.getLogger(__name__), max_per_owner=8)
     listener = socket.create_server(("127.0.0.1", 0))
     server.listen(listener)
     await asyncio.sleep(0.01)  # it waits for a connection

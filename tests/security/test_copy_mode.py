@@ -29,7 +29,7 @@ MODES = ("overlay", "copy")
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("MEGAFLOW_LAYER", request.param)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if request.param == "copy" else "")
     return request.param
 
 
@@ -137,7 +137,7 @@ def test_an_image_that_cannot_be_copied_is_refused_in_a_line_and_leaves_nothing(
 ) -> None:
     """``cp`` goes as deep as a path is long."""
     nest(image / "opt" / "deep", DEEP, "dir")
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
 
     async def main() -> list[str]:
         async with ApptainerProvider(scratch) as provider:
@@ -250,11 +250,11 @@ def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
         """In a sandbox of each kind: rollouts are suspended on one node and go on on another."""
         said = []
         for writes in MODES:
-            os.environ["MEGAFLOW_LAYER"] = writes
+            os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "overlay" if writes == "copy" else ""
             async with ApptainerProvider(scratch) as provider:
                 async with await provider.start(SandboxSpec(str(image)), kept) as sandbox:
                     said.append((await sandbox.exec("cat /kept", timeout_s=30)).stdout)
-        os.environ["MEGAFLOW_LAYER"] = mode
+        os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "overlay" if mode == "copy" else ""
         return said
 
     try:

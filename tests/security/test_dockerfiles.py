@@ -47,7 +47,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture(params=["overlay"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How sandboxes write: over an image, or on a copy of it."""
-    monkeypatch.setenv("MEGAFLOW_LAYER", request.param)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay" if request.param == "copy" else "")
     return str(request.param)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.gateway import connection
-from megaflow_hpc.model.gateway.connection import MAX_ANSWER, SMALL_ANSWER, Connections, TooLong
+from megaflow_hpc.model.gateway import engine_client
+from megaflow_hpc.model.gateway.engine_client import MAX_ANSWER, SMALL_ANSWER, Broken, EngineClient, TooLong
+from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.model.gateway.share import Share
 from megaflow_hpc.model.json_text import ANSWER
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.serving import in_loop
@@ -185,14 +185,14 @@ ENDLESS = {
 @pytest.mark.parametrize("kind", ENDLESS)
 @in_loop
 async def test_an_answer_without_end_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_ANSWER", 4 * MIB)
-    monkeypatch.setattr(connection, "_MAX_SENT", 5 * MIB)
+    monkeypatch.setattr(engine_client, "MAX_ANSWER", 4 * MIB)
     async with served(endless(*ENDLESS[kind])) as stranger:
-        connections, url = Connections(), f"http://127.0.0.1:{stranger.port}/v1/chat/completions"
-        with pytest.raises(Exception, match=r"longer than") as caught:
-            await connections.post(url, [b"{}"], key="k", timeout_s=120)
+        client, url = EngineClient(), f"http://127.0.0.1:{stranger.port}/v1/chat/completions"
+        with pytest.raises(Broken) as caught:
+            await client.post(url, b"{}", key="k", timeout_s=20 if kind == "announcements" else 120)
         assert isinstance(caught.value, TooLong) == ("body" in kind)
-        connections.close()
+        assert kind == "announcements" or "no answer within" not in str(caught.value)
+        await client.close()
 
 
 @in_loop
@@ -212,20 +212,20 @@ async def test_a_call_that_asks_for_too_much_is_told_so_and_others_go_on() -> No
 @in_loop
 async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None:
     """Each up to the point from which on it needs a place; another rollout's does not wait."""
-    share, other = Share(100), Share(100)
+    quota, other = RolloutQuota(100), RolloutQuota(100)
     held: list[str] = []
     let_go = asyncio.Event()
 
-    async def one(name: str, whose: Share) -> None:
-        async with whose.answer() as place:
-            reply = await connections.post(url, [b"{}"], key="k", timeout_s=60, place=place)
+    async def one(name: str, whose: RolloutQuota) -> None:
+        async with whose.large_answer() as place:
+            reply = await client.post(url, b"{}", key="k", timeout_s=60, place=place)
             assert len(reply.body) == 4 * SMALL_ANSWER
             held.append(name)
             await let_go.wait()
 
     async with engine(whole(b"x" * 4 * SMALL_ANSWER)) as asked:
-        connections, url = Connections(), f"http://127.0.0.1:{asked.port}/"
-        tasks = [asyncio.create_task(one(name, share)) for name in ("a", "b", "c")]
+        client, url = EngineClient(), f"http://127.0.0.1:{asked.port}/"
+        tasks = [asyncio.create_task(one(name, quota)) for name in ("a", "b", "c")]
         while asked.asked < 3 or not held:
             await asyncio.sleep(0.01)
         await one_let_through(asyncio.create_task(one("other", other)), held)
@@ -234,7 +234,7 @@ async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None
         let_go.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(held) == ["a", "b", "other"]
-        connections.close()
+        await client.close()
 
 
 async def one_let_through(task: asyncio.Task[None], held: list[str]) -> None:

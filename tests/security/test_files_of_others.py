@@ -1,4 +1,4 @@
-"""Campaign files of somebody else: what they may not be made of, at every door through which one is read."""
+"""Campaign files of other users: none makes a verb read elsewhere, use up the machine or crash."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -32,7 +33,9 @@ from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.maintenance.disk_usage import of_file
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
+from tests.support.earlier_files import as_version_2
 from tests.support.samples import commit, run_dir, trajectory
+from tests.support.second_user import COMMAND
 from tests.support.warm import WarmPython
 
 
@@ -44,7 +47,7 @@ def run(tmp_path):
     return run
 
 
-# --- what a file may not be made of ----------------------------------------------------------------------------------
+# --- data that is stored elsewhere ------------------------------------------------------------------------------------
 
 
 def _replace(file, path, **options):
@@ -92,18 +95,6 @@ def _filtered(code):
     return change
 
 
-def _attribute(name, value, **options):
-    def change(file, secret):
-        del file.attrs[name]
-        file.attrs.create(name, value, **options)
-
-    return change
-
-
-def _replaced(path, **options):
-    return lambda file, secret: _replace(file, path, **options)
-
-
 ATTACKS = {
     "external storage": lambda file, secret: _replace(
         file, "artifacts/bytes", external=[(str(secret), 0, len(file["artifacts/bytes"]))]
@@ -119,10 +110,6 @@ ATTACKS = {
         "rewards/tests", lambda secret: h5py.ExternalLink(str(secret), "/rewards/tests")
     ),
     "a filter by its number": _filtered(32042),
-    "10^12 rows in a kilobyte": _replaced("trajectories/reward", shape=(10**12,), chunks=(1 << 16,)),
-    "one chunk of 2 GB": _replaced("tokens/id", shape=(8,), maxshape=(None,), chunks=(1 << 29,), compression="gzip"),
-    "object references": _replaced("trajectories/rank", shape=(8,), dtype=h5py.ref_dtype),
-    "a list for an attribute": _attribute("campaign", ["x"] * 100_000, dtype=h5py.string_dtype()),
 }
 
 
@@ -208,29 +195,44 @@ def test_no_library_is_looked_for_where_a_file_names_a_filter(run, tmp_path):
     os.close(watch)
 
 
-# --- what may lie in columns of the right form -----------------------------------------------------------------------
+# --- files of another user, read in a process with limits -------------------------------------------------------------
 
 
-def _bomb(path):
-    """The first chunk of a column inflates to half a gigabyte."""
+def _attribute(name, value, **options):
+    def change(file, secret):
+        del file.attrs[name]
+        file.attrs.create(name, value, **options)
 
-    def change(file):
+    return change
+
+
+def _replaced(path, **options):
+    return lambda file, secret: _replace(file, path, **options)
+
+
+def _bomb(path, megabytes):
+    """The first chunk of a column inflates to much more than a chunk."""
+
+    def change(file, secret):
+        values = file[path][:]
+        del file[path]
+        dataset = file.create_dataset(path, data=values, maxshape=(None,), chunks=(1 << 16,), compression=1)
         stream, piece = zlib.compressobj(9), bytes(1 << 20)
-        packed = b"".join([*(stream.compress(piece) for _ in range(512)), stream.flush()])
-        file[path].id.write_direct_chunk((0,), packed)
+        packed = b"".join([*(stream.compress(piece) for _ in range(megabytes)), stream.flush()])
+        dataset.id.write_direct_chunk((0,), packed)
 
     return change
 
 
 def _put(path, row, value):
-    def change(file):
+    def change(file, secret):
         file[path][row] = value
 
     return change
 
 
 def _messages(text: bytes):
-    def change(file):
+    def change(file, secret):
         offsets = file["messages/offset"][:]
         data = np.frombuffer(text, "u1")
         file["messages/json"].resize((len(data),))
@@ -241,18 +243,132 @@ def _messages(text: bytes):
     return change
 
 
-DAMAGE = {
-    "ids that inflate to half a gigabyte": _bomb("tokens/id"),
-    "text that inflates to half a gigabyte": _bomb("messages/json"),
+def _long_columns(file, secret):
+    """Every column of the rows claims as many entries, none of which was written."""
+    for name, dataset in dict(file["trajectories"]).items():
+        if name != "error":
+            dataset.resize((10**12 + name.endswith("_offset"),))
+    file["rewards/tests"].resize((10**12,))
+
+
+def _earlier_text(change):
+    """A file of version 2, whose texts HDF5 stores in a heap, with changed bytes."""
+
+    def make(file, secret):
+        path = Path(file.filename)
+        file.close()
+        as_version_2(path)
+        with h5py.File(path, "r+") as opened:
+            opened["trajectories/error"][:] = ["x" * 1000] * 8
+        data = bytearray(path.read_bytes())
+        change(data, data.index(b"GCOL\x01"))
+        path.write_bytes(data)
+
+    return make
+
+
+def _heap_without_end(data: bytearray, heap: int) -> None:
+    """Free space of no length: libhdf5 looks for the next object at the same place, for ever."""
+    data[heap + 16 : heap + 32] = bytes(16)
+
+
+def _heap_of_long_texts(data: bytearray, heap: int) -> None:
+    data[heap + 24 : heap + 32] = (1 << 40).to_bytes(8, "little")
+
+
+CRAFTED = ATTACKS | {
+    "10^12 rows in a kilobyte": _replaced("trajectories/reward", shape=(10**12,), chunks=(1 << 16,)),
+    "10^12 rows in every column": _long_columns,
+    "one chunk of 2 GB": _replaced("tokens/id", shape=(8,), maxshape=(None,), chunks=(1 << 29,), compression="gzip"),
+    "object references": _replaced("trajectories/rank", shape=(8,), dtype=h5py.ref_dtype),
+    "a list for an attribute": _attribute("campaign", ["x"] * 100_000, dtype=h5py.string_dtype()),
+    "ids that inflate to two gigabytes": _bomb("tokens/id", 2048),
+    "text that inflates to half a gigabyte": _bomb("messages/json", 512),
     "an offset behind the column": _put("messages/offset", 1, 1 << 62),
     "sequences behind the column": _put("trajectories/sequence_offset", 8, 1 << 40),
+    "a text behind the column": _put("trajectories/error_offset", 8, 1 << 40),
     "a call in another's sequence": _put("turns/sequence", 0, 1 << 40),
     "a message that follows itself": _put("messages/parent", 2, 0),
     "an answer of another rollout": _put("turns/message", 0, 2),
     "a call that a later one started": _put("turns/started_by", 0, 1 << 40),
     "deep JSON": _messages(b"[" * 200_000 + b"]" * 200_000),
     "bytes that are no JSON": _messages(b"\xff\xfe"),
+    "a heap without end": _earlier_text(_heap_without_end),
+    "a heap of a terabyte": _earlier_text(_heap_of_long_texts),
 }
+
+CONFINED = """
+import json, sys
+from megaflow_hpc.cli import confined, main
+from megaflow_hpc.host.child import Limits
+confined.LIMITS = Limits(memory_bytes=512 << 20, cpu_s=2, file_bytes=64 << 20)
+statuses = [main(words) for words in json.loads(sys.argv[1])]
+print("STATUSES", json.dumps(statuses))
+"""
+
+
+@functools.cache
+def warm() -> WarmPython:
+    """A Python that has imported what the verbs need. That takes a tenth of a second, and each test has a few verbs."""
+    names = ("cli.doctor", "cli.campaigns.start", "cli.making.images", "campaign.plan", "campaign.facade")
+    names += ("cli.files.store", "trajectories.exports.import_jsonl", "trajectories.exports.jsonl")
+    names += tuple(f"trajectories.maintenance.{name}" for name in ("anonymise", "checksums", "compact", "validate"))
+    modules = ["h5py", *(f"megaflow_hpc.{name}" for name in names)]
+    return WarmPython(*modules, variables={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
+
+
+def statuses(program: str, *verbs: list[object]) -> list[int]:
+    """The exit statuses of verbs, which one process carries out. It prints them if none crashes it."""
+    done = warm().run(program, json.dumps(verbs, default=str))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    found: list[int] = json.loads(done.stdout.rpartition("STATUSES")[2])
+    return found
+
+
+def given_away(path: Path, place: Path) -> Path:
+    """A copy of a file that belongs to another user, and that everybody may read."""
+    theirs = place / path.name
+    shutil.copy(path, theirs)
+    inside = f"chown 1000:1000 {theirs} && chmod a+r {theirs}"
+    subprocess.run([*COMMAND[:4], "sh", "-c", inside], check=True)
+    assert theirs.stat().st_uid != os.getuid()
+    return theirs
+
+
+@pytest.mark.parametrize("attack", CRAFTED)
+def test_a_verb_reads_or_refuses_it_within_its_limits(attack, run, place, tmp_path):
+    secret = tmp_path / "secret.h5"
+    shutil.copy(run.trajectories, secret)
+    path = tmp_path / "crafted.h5"
+    shutil.copy(run.trajectories, path)
+    with h5py.File(path, "r+") as file:
+        CRAFTED[attack](file, secret)
+    assert path.stat().st_size < 4 << 20
+    theirs = given_away(path, place)
+    found = statuses(
+        CONFINED,
+        ["validate", theirs],
+        ["verify", theirs],
+        ["du", theirs],
+        ["show", theirs, "0", "--full"],
+        ["compact", theirs, "--output", tmp_path / "small.h5"],
+        ["anonymise", theirs, "-o", tmp_path / "anonymous.h5"],
+        ["export", theirs, "--format", "jsonl", "-o", tmp_path / "out"],
+    )
+    assert set(found) <= {0, 1, 2}
+    if attack in ATTACKS:
+        assert set(found) == {2}
+
+
+def test_a_run_of_ones_own_with_a_file_of_another_user_is_read_within_limits(run, place):
+    theirs = given_away(run.trajectories, place)
+    shutil.copytree(run.path, place / "run")
+    (place / "run" / "trajectories.h5").unlink()
+    (place / "run" / "trajectories.h5").symlink_to(theirs)
+    program = CONFINED.replace("memory_bytes=512 << 20", "memory_bytes=1 << 20")
+    assert statuses(program, ["validate", place / "run"], ["validate", run.path]) == [2, 0]
+
 
 LIMITED = """
 import json, resource, sys
@@ -264,47 +380,9 @@ print("STATUSES", json.dumps(statuses))
 """
 
 
-@functools.cache
-def unlimited() -> WarmPython:
-    """A Python with what verbs read files by; they take a tenth of a second to import it, and each test has a few."""
-    names = ("cli.bench", "cli.doctor", "cli.campaigns.start", "cli.making.images", "campaign.plan", "campaign.facade")
-    names += ("cli.files.store", "trajectories.exports.import_jsonl", "trajectories.exports.jsonl")
-    names += tuple(f"trajectories.maintenance.{name}" for name in ("anonymise", "checksums", "compact", "validate"))
-    modules = ["h5py", *(f"megaflow_hpc.{name}" for name in names)]
-    return WarmPython(*modules, variables={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
-
-
-def limited(*verbs: list[str]) -> list[int]:
-    """The exit statuses of verbs in a process with an address space of a gigabyte; a traceback is none."""
-    done = unlimited().run(LIMITED, json.dumps(verbs, default=str))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[int] = json.loads(done.stdout.rpartition("STATUSES")[2])
-    return found
-
-
-@pytest.fixture(params=DAMAGE)
-def damaged(request, run, tmp_path):
-    path = tmp_path / "damaged.h5"
-    shutil.copy(run.trajectories, path)
-    with h5py.File(path, "r+") as file:
-        DAMAGE[request.param](file)
-    assert path.stat().st_size < 4 << 20
-    return path
-
-
-def test_a_hostile_column_is_an_error_in_words_within_a_gigabyte(damaged, tmp_path):
-    validated, verified, *shown, compacted, anonymised, exported = limited(
-        ["validate", damaged],
-        ["verify", damaged],
-        *(["show", damaged, row, "--full"] for row in "01"),
-        ["compact", damaged, "--output", tmp_path / "small.h5"],
-        ["anonymise", damaged, "-o", tmp_path / "anonymous.h5"],
-        ["export", damaged, "--format", "jsonl", "-o", tmp_path / "out"],
-    )
-    assert exported == 2
-    assert anonymised == 2
-    assert {validated, verified} & {1, 2}, "one of the checks tells"
-    assert {*shown, compacted} <= {0, 2}
+def limited(*verbs: list[object]) -> list[int]:
+    """The exit statuses of verbs in a process with an address space of a gigabyte."""
+    return statuses(LIMITED, *verbs)
 
 
 # --- lines of JSON, YAML and TOML ------------------------------------------------------------------------------------
@@ -317,14 +395,14 @@ def exported(run, directory) -> bytes:
     return path.read_bytes()
 
 
-def test_a_small_gzip_of_one_endless_line_is_refused_within_a_gigabyte(tmp_path):
+def test_a_small_gzip_of_one_endless_line_is_refused_within_the_limits(place, tmp_path):
     bomb = tmp_path / "bomb.jsonl.gz"
     with gzip.open(bomb, "wb", 9) as file:
         file.write(b'{"messages": "')
         for _ in range(600):
             file.write(b"x" * (1 << 20))
     assert bomb.stat().st_size < 700_000
-    assert limited(["import", bomb, "-o", tmp_path / "x.h5"]) == [2]
+    assert statuses(CONFINED, ["import", given_away(bomb, place), "-o", tmp_path / "x.h5"]) == [2]
     assert not (tmp_path / "x.h5").exists()
 
 
@@ -357,24 +435,6 @@ def test_a_damaged_gzip_is_an_error_that_names_the_file(run, tmp_path):
     with contextlib.suppress(ConfigError):
         import_jsonl(lines, tmp_path / "x.h5")
     assert limited(["import", lines, "-o", tmp_path / "y.h5"])[0] in (0, 2)
-
-
-def test_a_longer_line_is_taken_where_the_user_says_so(run, tmp_path):
-    first, *rest = exported(run, tmp_path / "out").splitlines()
-    record = json.loads(first)
-    record["messages"] = [{"role": "user", "content": "HERE"}]
-    before, after = json.dumps(record).encode().split(b"HERE")
-    lines = tmp_path / "lines.jsonl"
-    with open(lines, "wb") as file:
-        file.write(before)
-        for _ in range(65):
-            file.write(b"x" * (1 << 20))
-        file.write(b"\n".join([after, *rest]))
-    words = ["import", lines, "-o", tmp_path / "x.h5"]
-    assert limited(words) == [2]
-    verbs = ([*words, "--longest-line", "80"], ["validate", tmp_path / "x.h5"])
-    done = [subprocess.run([sys.executable, "-m", "megaflow_hpc", *verb], capture_output=True) for verb in verbs]
-    assert [each.returncode for each in done] == [0, 0], done
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.streams import MOST_LEFT
+from megaflow_hpc.environments.sandbox.commands.streams import MAX_LEFT_PAIRS
 from megaflow_hpc.environments.sandbox.limits.cgroups import Group
 from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime, lost
 from megaflow_hpc.environments.sandbox.limits.usage import Look, Process
@@ -263,7 +263,7 @@ def test_processes_left_in_the_background_do_not_use_up_the_workers_descriptors(
                 await sandbox.exec("true")
                 before = len(os.listdir("/proc/self/fd"))
                 await sandbox.exec(["sh", "-c", prints % 0])
-                for _ in range(2 * MOST_LEFT):
+                for _ in range(2 * MAX_LEFT_PAIRS):
                     assert (await sandbox.exec("sleep 600 & true")).exit_code == 0
                 await sandbox.exec(["sh", "-c", prints % 1])
                 taken = len(os.listdir("/proc/self/fd")) - before
@@ -273,7 +273,7 @@ def test_processes_left_in_the_background_do_not_use_up_the_workers_descriptors(
                 return taken, first.stdout.split(), outputs
 
     taken, files, outputs = asyncio.run(main())
-    assert taken <= 2 * MOST_LEFT + 8
+    assert taken <= 2 * MAX_LEFT_PAIRS + 8
     assert "ended-0" in files
     assert "ended-1" not in files
     assert outputs == ["mine\n"] * 5

@@ -19,6 +19,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.environments.sandbox.commands.launcher import CALLS, REFUSED, launcher, program
 from megaflow_hpc.types import ExecResult
 from tests.support.requirements import REMEDY
+from tests.support.sandboxes import clone_at_once
 
 InSandbox = Callable[..., Any]
 
@@ -77,7 +78,10 @@ REFUSED_AND_SOCKET = (*REFUSED, "socket")
 @pytest.fixture(params=["apptainer", "clone"])
 def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sandboxes are containers that Apptainer has started, or clones of one."""
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", request.param)
+    if request.param == "clone":
+        clone_at_once(monkeypatch)
+    else:
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
 
 
 def with_a_key(use: Callable[[], None]) -> None:
@@ -141,8 +145,10 @@ def test_where_there_is_no_filter_the_keyring_is_an_empty_one_all_the_same() -> 
 def test_no_user_namespace_can_be_made_inside(
     rootfs: str, scratch: Path, user: str | None, layer: str, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", layer)
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", start)
+    if start == "clone":
+        clone_at_once(monkeypatch)
+    else:
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones,overlay" if layer == "copy" else "clones")
 
     async def main() -> list[ExecResult]:
         async with ApptainerProvider(scratch) as provider:
@@ -172,8 +178,10 @@ def test_no_sandbox_takes_all_watches_of_the_user(
 ) -> None:
     if nested and start == "clone":
         pytest.skip("a sandbox with namespaces of its own is no clone")
-    monkeypatch.setenv("MEGAFLOW_LAYER", layer)
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", start)
+    if start == "clone":
+        clone_at_once(monkeypatch)
+    else:
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones,overlay" if layer == "copy" else "clones")
     shown: list[bytes] = []
 
     async def main() -> None:

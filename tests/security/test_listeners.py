@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.sandbox.commands.shell import environment_text
+from megaflow_hpc.environments.sandbox.commands.container import environment_text
 from megaflow_hpc.host import descriptors as limits
-from megaflow_hpc.host.peers import name_of, uid_of
-from megaflow_hpc.model import admission
-from megaflow_hpc.model.gateway.connection import Connections
+from megaflow_hpc.model import http_server
+from megaflow_hpc.model.gateway.engine_client import EngineClient
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.types import ModelEndpoint
@@ -55,16 +54,6 @@ async def works(model: ModelEndpoint) -> None:
     assert await process.wait() == 0
 
 
-def tells_users() -> bool:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        accepted, peer = listener.accept()
-        with accepted:
-            return uid_of(peer, accepted.getsockname()) is not None
-
-
-TOLD_APART = tells_users()
-
-
 # --- without a key ---
 
 
@@ -84,37 +73,9 @@ async def test_idle_connections_without_a_key_leave_descriptors_for_calls(server
 
 
 @in_loop
-async def test_a_strangers_crowd_does_not_crowd_out_this_user(servers: Servers) -> None:
-    """Connections that were opened before it, and have sent nothing yet, are still there after it."""
-    if not TOLD_APART:
-        pytest.skip("this kernel does not tell whose a connection is (sock_diag)")
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
-        model = await gateway.open("t/default/0", "default")
-        early = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(5)]
-        async with crowd(gateway.port, 2 * admission.WAITING, stranger=True):
-            for reader, writer in early:
-                body = json.dumps(BODY).encode()
-                writer.write((head_of(model) + f"Content-Length: {len(body)}\r\n\r\n").encode() + body)
-                assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 200")
-                writer.close()
-
-
-def test_the_kernel_says_whose_a_connection_is() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
-        accepted, peer = listener.accept()
-        with accepted:
-            assert uid_of(peer, accepted.getsockname()) in (os.geteuid(), None)  # None: a kernel without sock_diag
-            assert name_of(peer, accepted.getsockname()) in ("this user", "127.0.0.1")
-            assert uid_of(("127.0.0.1", 1), accepted.getsockname()) is None
-        assert ours.fileno() > 0
-    assert name_of(("192.0.2.7", 1), ("192.0.2.8", 2)) == "192.0.2.7"
-
-
-@in_loop
 async def test_a_connection_shows_a_key_in_time_or_is_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, a half head, a head byte by byte, a wrong key, HEAD: each is closed; one with a key stays."""
-    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_S", 0.5)
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -148,7 +109,7 @@ async def slowly(port: int, text: str) -> None:
 
 @in_loop
 async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_S", 0.5)
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -168,26 +129,25 @@ async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkey
 async def test_handshakes_that_never_end_leave_room_for_calls(tmp_path: Path, says: str) -> None:
     with descriptors(FEW):
         async with proxy_of_script(tmp_path, tls=True) as (proxy, fingerprint):
-            connections = Connections()
             async with crowd(proxy.port, 2 * FEW, says, stranger=True) as found:
                 for _ in range(3):
-                    connections.close()
-                    answer = await connections.post(
+                    client = EngineClient()  # without a connection from before
+                    answer = await client.post(
                         f"https://127.0.0.1:{proxy.port}/v1/chat/completions",
-                        [json.dumps(BODY).encode()],
+                        json.dumps(BODY).encode(),
                         key=proxy.key,
                         fingerprint=fingerprint,
                         timeout_s=60,
                     )
                     assert answer.status == 200
-            connections.close()
+                    await client.close()
             assert found["made"] == 2 * FEW
             assert found["open"] <= FEW // 4
 
 
 @in_loop
 async def test_a_handshake_ends_in_time_or_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_S", 0.5)
     async with proxy_of_script(tmp_path, tls=True) as (proxy, _):
         assert await raw(proxy.port) == b""
         assert await raw(proxy.port, b"\x16\x03\x01") == b""
@@ -338,7 +298,7 @@ def test_server_and_runner_raise_their_limit(servers: Servers, tmp_path: Path) -
 def test_programs_in_a_sandbox_start_with_the_limit_from_before() -> None:
     program = (
         "from megaflow_hpc.host.descriptors import raise_limit, limit\n"
-        "from megaflow_hpc.environments.sandbox.commands.shell import environment_text\n"
+        "from megaflow_hpc.environments.sandbox.commands.container import environment_text\n"
         "import subprocess\n"
         "raise_limit()\n"
         "text = environment_text({}, False) + 'ulimit -Sn; ulimit -Hn\\n'\n"

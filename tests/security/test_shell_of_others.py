@@ -81,9 +81,7 @@ def test_a_tasks_class_is_imported_where_the_user_says_so(
     sys.modules.pop(module)
     words = ["shell", str(run), "Quiet/oracle/0", "--command", "true"]
     assert main(words) == 2
-    assert "runs here, outside of any; where you trust this run directory, say so with --own-code" in (
-        capsys.readouterr().err
-    )
+    assert "runs outside of any sandbox; if you trust this run directory, add --own-code" in (capsys.readouterr().err)
     assert not marker.exists()
     assert main([*words, "--own-code"]) == 0
     assert marker.exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
-from megaflow_hpc.campaign import demand
+from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.cli import doctor
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -433,7 +433,6 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
             "servers": {"partition": "gpu", "extra": {"qos": "long"}},
             "trainer": {"extra": {"qos": "brief"}},
             "gather": {"extra": {"qos": "brief"}},
-            "builds": {"extra": {"qos": "brief"}},
         },
     }  # fmt: skip
     campaign, run = config.parse(wanted), RunDir(tmp_path)
@@ -447,7 +446,6 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
             *arrays.server_jobs(campaign, run, groups, limits.Allowance()),
             *arrays.trainer_jobs(campaign, run),
             arrays.gather_job(campaign, run, "afterany:7"),
-            fits.timed(script.images_job(campaign.slurm, run, 1)),
         ]:
             found.setdefault(job.role, []).append(job.options["time"])
         return found
@@ -458,11 +456,10 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
         "servers": ["2880"],
         "trainer": ["10"],
         "gather": ["10"],
-        "images": ["10"],
     }
     assert len(asked.read_text().splitlines()) == 2, "all associations at once, and all QOS"
     one = campaign.model_copy(update={"slurm": campaign.slurm.model_copy(update={"together": True})})
-    assert demand.together(one, run, groups).options["time"] == "2880", "that of its engines"
+    assert job_requests.together(one, run, groups).options["time"] == "2880", "that of its engines"
     prints("sacctmgr", status=1, said="sacctmgr: error: Connection refused\n")
     site._sacctmgr.cache_clear()
     assert times(campaign)["pods"] == [None, "5", None, None, None, None, None], "nobody says what is allowed"

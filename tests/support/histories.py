@@ -9,7 +9,6 @@ from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
     ClaimEvent,
-    CopyEvent,
     PodEvent,
     RolloutEvent,
     StartEvent,
@@ -100,7 +99,6 @@ class History:
             self._queue.insert(0, self._failed.pop(draw.randrange(len(self._failed))))
         elif what < 0.93:
             self._say(pod, ClaimEvent(block=draw.randrange(9), epoch=0, state="claimed", rollouts=4))
-            self._say(pod, CopyEvent(id=rollout, rank=rank, attempt=attempt))
         elif what < 0.95:
             self._say(pod, WorkerEvent(rank=rank, state="excluded", node=f"n{rank}", why="sandboxes do not start"))
         elif what < 0.98:

@@ -13,6 +13,7 @@ import re
 import sys
 import tarfile
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import h5py
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, TEXT, text_offset
 from megaflow_hpc.trajectories.journal.frames import read_journal
 from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
@@ -93,7 +95,11 @@ def digests(path: Path) -> dict[str, str]:
         if not isinstance(item, h5py.Dataset):
             return
         is_text = item.dtype.kind == "S" or h5py.check_string_dtype(item.dtype) is not None
-        values[name] = b"\0".join(item[:].tolist()) if is_text else item[:].tobytes()
+        if name in COLUMNS and COLUMNS[name].dtype == TEXT and text_offset(name) in item.file:
+            bounds, data = item.file[text_offset(name)][:].tolist(), item[:].tobytes()
+            values[name] = b"\0".join(data[first:last] for first, last in pairwise(bounds))
+        else:
+            values[name] = b"\0".join(item[:].tolist()) if is_text else item[:].tobytes()
 
     with h5py.File(path) as file:
         file.visititems(collect)

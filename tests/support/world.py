@@ -22,12 +22,12 @@ from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
-from megaflow_hpc.pod.master import coordination, loop, ranks, run_io_thread
+from megaflow_hpc.pod.master import coordination, ranks, run_io
+from megaflow_hpc.pod.master import drain as drain_rules
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.settings import Walltime
+from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.pod.scheduling import stragglers
 from megaflow_hpc.pod.worker import MASTER_LOST_S
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectory import Attempt, Trajectory
@@ -35,8 +35,6 @@ from megaflow_hpc.types import Rollout
 from tests.bench.dispatch_ranks import make_pod
 
 SLOTS = 4
-DEAF_S = 2.0
-"""After which the first attempt at a ``deaf`` rollout hears that it is cancelled: some turns of the loop."""
 HASTY = Times(renew_s=0.5, commit_s=3.0, lease_s=6.0)
 GONE = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 KINDS = {"sandbox-start": "sandbox", "sandbox-lost": "sandbox"}
@@ -50,23 +48,23 @@ def launcher(ranks: int) -> list[str]:
 
 
 def lead(run: RunDir, comm: Comm) -> str:
-    stragglers.AT_LEAST_S = coordination.SOON_S = coordination.SELDOM_S = 0.3
+    coordination.SOON_S = coordination.SELDOM_S = 0.3
     said = json.loads((run.path / "world.json").read_text())
     ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
-    hangs_s = said.pop("hangs_s", run_io_thread.LOOP_HANGS_S)
+    hangs_s = said.pop("hangs_s", run_io.LOOP_HANGS_S)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
     drain = said.pop("drain", None)
     if drain is not None:
-        loop.DRAIN_S, loop.DRAIN_NOW_S = 0.2, 0.1
+        drain_rules.DRAIN_S, drain_rules.DRAIN_NOW_S = 0.2, 0.1
         said["walltime"] = Walltime(drain["whole_s"], time.monotonic() + drain["whole_s"])
     pod = make_pod(run, comm, **said)
     if drain is not None:
         pod.drain_file = run.path / "drain"
         pod.drain_file.unlink(missing_ok=True)
         threading.Timer(drain["whole_s"], write_atomic, (pod.drain_file, drain["word"])).start()
-    run_io_thread.LOOP_HANGS_S = 1.0 if hangs else hangs_s
+    run_io.LOOP_HANGS_S = 1.0 if hangs else hangs_s
     if hangs:
         pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)
         pod.drain_file = drain_file(run)
@@ -85,8 +83,6 @@ class Player:
     def __init__(self, rank: int, run: RunDir) -> None:
         self.rank, self.run = rank, run
         self.slow: dict[str, dict[str, Any]] = {}
-        self.late: list[tuple[float, dict[str, Any]]] = []
-        """When a result is sent that takes its time after ``cancel``, by the monotonic clock."""
         self.goes: signal.Signals | None = None
         """How this rank goes once its last message is on its way."""
 
@@ -96,18 +92,8 @@ class Player:
         if message["op"] == "start":
             return self.play(message)
         if message["op"] == "cancel" and message["id"] in self.slow:
-            result = self.result(self.slow.pop(message["id"]), "cancelled")
-            if message["id"].startswith("deaf"):
-                self.late.append((time.monotonic() + DEAF_S, result))
-                return []
-            return [result]
+            return [self.result(self.slow.pop(message["id"]), "cancelled")]
         return []
-
-    def due(self) -> list[dict[str, Any]]:
-        """Returns the results whose time has come."""
-        found = [result for when, result in self.late if when <= time.monotonic()]
-        self.late = [(when, result) for when, result in self.late if result not in found]
-        return found
 
     def play(self, start: dict[str, Any]) -> list[dict[str, Any]]:
         rollout = Rollout(**start["rollout"])
@@ -124,8 +110,7 @@ class Player:
         if behaviour == "hangs":
             os.mkfifo(drain_file(self.run))  # rank 0's loop reads it and waits for ever
             return []
-        stuck = behaviour in ("stuck", "deaf") and start["attempt"] == 0
-        if stuck or (behaviour == "late" and rollout.sample_index == 0):
+        if behaviour == "late" and rollout.sample_index == 0:
             self.slow[rollout.id] = start
             return []
         if behaviour == "cut" and start["attempt"] < 2:
@@ -165,8 +150,6 @@ def follow(comm: MpiComm, run: RunDir) -> None:
         if time.monotonic() - beaten > 1.0:
             beaten = time.monotonic()
             comm.send(0, BEAT)
-        for message in player.due():
-            comm.send(0, message)
         received = comm.poll()
         if received is None:
             comm.push()

@@ -107,10 +107,6 @@ def test_tasks_with_equal_dockerfiles_share_an_image_and_others_do_not(tmp_path:
         ),
         (("cpus = 2", "gpus = 1"), r"task\.toml:12: .*gpus = 1: expected none"),
         (("allow_internet = false", 'network_mode = "some"'), r"task\.toml:15: .*network_mode = 'some'"),
-        (
-            ('difficulty = "easy"', 'sandbox_mode = "some"'),
-            r"task\.toml:3: .*sandbox_mode = 'some': expected ephemeral or",
-        ),
         (("[metadata]", "[metadata"), r"task\.toml: not valid TOML"),
         (('docker_image = "org/base:1"', ""), r"neither \[environment\] docker_image nor environment/Dockerfile"),
         (

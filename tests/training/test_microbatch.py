@@ -103,20 +103,9 @@ def test_every_sampled_token_is_on_one_rank_and_all_ranks_have_equally_many_pass
     assert sorted(found) == wanted
 
 
-@pytest.mark.parametrize(
-    ("unit", "size", "wanted"),
-    [
-        ("tasks", 2, [[0, 1, 2, 3], [4, 5]]),
-        ("samples", 4, [[0, 1, 2, 3], [4, 5]]),
-        ("tokens", 5, [[0, 1], [2, 3], [4, 5]]),
-        ("tokens", 1, [[0, 1], [2, 3], [4, 5]]),
-    ],
-)
-def test_minibatches_have_a_stated_unit(unit: str, size: int, wanted: list[list[int]]) -> None:
-    rollouts = [planned(index, [sequence(4, 2)]) for index in range(6)]
+def test_minibatches_are_of_whole_groups() -> None:
     groups = [0, 0, 1, 1, 2, 2]
-    assert split(rollouts, groups, unit, size) == wanted
-    shuffled = split(rollouts, groups, unit, size, np.random.default_rng(1))
+    assert split(groups, 2) == [[0, 1, 2, 3], [4, 5]]
+    shuffled = split(groups, 2, np.random.default_rng(1))
     assert sorted(index for part in shuffled for index in part) == list(range(6))
-    again = split(rollouts, groups, unit, size, np.random.default_rng(1))
-    assert shuffled == again
+    assert shuffled == split(groups, 2, np.random.default_rng(1))

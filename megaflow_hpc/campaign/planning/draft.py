@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.campaign.planning.agents import check_agents
+from megaflow_hpc.campaign.planning.gpu_sharing import check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
-from megaflow_hpc.campaign.planning.sharing import check_sharing, sleeping
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
@@ -22,7 +22,7 @@ from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.build_progress import BuildProgress
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.trajectories.reading.durations import Durations
@@ -37,7 +37,7 @@ class Watch(Protocol):
     def say(self, line: str) -> None:
         """Gets a line for each step of an image that is made, and some for what is fetched."""
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Gets how far the making of images is, some times a second."""
 
 
@@ -50,7 +50,7 @@ class Silent:
     def say(self, line: str) -> None:
         """Keeps it to itself."""
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Keeps it to itself."""
 
 
@@ -121,7 +121,7 @@ def read(
         return draft
     with draft.noting():
         draft.own_code = check_agents(draft.policies, config.environment.network, base, where)
-    for check in (check_supported, check_together, check_sharing):
+    for check in (check_together, check_sharing):
         with draft.noting():
             check(config, where)
     with draft.noting():
@@ -259,7 +259,7 @@ def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
 def whole_groups(config: CampaignConfig) -> bool:
     """Whether all samples of a group must run in one pod: rules of groups look at the rewards of all of them."""
     scheduling = config.scheduling
-    return bool(scheduling.spare or scheduling.signal_after or scheduling.groups == "together")
+    return bool(scheduling.spare or scheduling.signal_after)
 
 
 def list_servers(policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None) -> list[ServerRecord]:
@@ -309,13 +309,6 @@ def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignC
     except ConfigError as error:
         raise ConfigError(f"{where('quotas')}: {error}") from None
     return config.model_copy(update={"quotas": quotas})
-
-
-def check_supported(config: CampaignConfig, where: Where) -> None:
-    """Refuses what the campaign file may say and nothing honours yet, rather than to ignore it."""
-    if config.scheduling.retry_every is not None and config.scheduling.signal_after is None:
-        place = where("scheduling.retry_every")
-        raise ConfigError(f"{place}: scheduling.retry_every needs signal_after; say after how many equal rewards")
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:

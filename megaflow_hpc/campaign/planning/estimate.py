@@ -1,74 +1,68 @@
-"""What a campaign would take, before anything is queued: jobs, hours of cores and GPUs, time, and room on disk.
+"""Estimates the jobs, hours, time and disk space of a campaign before anything is queued.
 
-Time comes from the simulation of the whole campaign (:mod:`megaflow_hpc.pod.scheduling.simulation`), which needs to
-know how long rollouts take. That is told (``--rollout-seconds``), read from an earlier run (``--like``, or the
-campaign's ``scheduling.learn_from``), or taken for what time-outs allow, which is the most. Engines are held to keep
-up, and jobs to start at once: the queue is Slurm's to tell.
+Slots run rollouts in waves, so the time is the number of waves times the mean duration of a rollout, and at least the
+longest rollout. The durations come from the user (``--rollout-seconds``), from an earlier run (``--like``, or the
+campaign's ``scheduling.learn_from``), or from the time-outs, which are upper bounds. The estimate assumes that engines
+keep up and that jobs start at once, because only Slurm knows its queue.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import mean
+from typing import Any
 
-from megaflow_hpc.campaign.planning.draft import Draft
-from megaflow_hpc.campaign.planning.foresight import longest_s
+from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
+from megaflow_hpc.campaign.planning.preflight import longest_s
 from megaflow_hpc.config.quotas import gateways, slots_of_rank
 from megaflow_hpc.config.slurm import CPUS_PER_RANK
-from megaflow_hpc.environments.images.room import room
+from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.pod.scheduling.simulation import Shape, simulate
+from megaflow_hpc.ledger.blocks import split
 from megaflow_hpc.slurm import fits, resources
 from megaflow_hpc.slurm.script import Job, option_name
 
-if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reading.durations import Durations
-
-MOST_SIMULATED = 200_000
-"""Rollouts up to which a campaign is simulated, in some seconds; beyond, work is divided by slots."""
 ROLLOUT_BYTES = 1e6
 """Bytes of a rollout in its journal and in trajectories.h5, unless an earlier run says more."""
 FILES, FILES_OF_POD = 40, 15
-"""Files of a run directory, and of each start of a pod in it, about."""
+"""Approximate number of files in a run directory, and further files of each pod."""
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """One array, or a job that is none."""
+    """One array, or one job that is not an array."""
 
     role: str
     elements: int
     at_once: int
-    """Elements that may run at once, by what throttles them."""
+    """Elements that the array's throttle lets run at the same time."""
     nodes: int
-    """Of one element, as are cores and GPUs."""
+    """Nodes of one element. Cores and GPUs are also those of one element."""
     cores: int
     gpus: int
     walltime_s: float | None
-    """``None`` where nobody knows, or there is no end."""
+    """``None`` if it is unknown or unlimited."""
     held: bool = False
     """Whether it starts only on demand."""
 
 
 @dataclass(frozen=True)
 class Hours:
-    """Of cores or GPUs."""
+    """Core-hours or GPU-hours."""
 
     expected: float
-    """As long as the campaign is expected to take, of what runs from the start."""
+    """Hours of all jobs that run from the start, for the estimated time."""
     by_walltime: float | None
-    """Every job to the end of its walltime, once; ``None`` where one has no known end."""
+    """Hours if every job runs once to its walltime; ``None`` if a walltime is unknown."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What goes to one place, and what is free there."""
+    """Space that one place needs and has."""
 
     what: str
     path: str
@@ -77,138 +71,166 @@ class Storage:
     free_bytes: float
     free_inodes: float | None
     by: str
-    """What bounds it: the file system, or a quota."""
+    """Source of the free space: the file system, or a quota."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it."""
+        """Whether there is enough space."""
         return self.bytes <= self.free_bytes and (self.free_inodes is None or self.inodes <= self.free_inodes)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a campaign would take."""
+    """The estimate of a whole campaign."""
 
     rollouts: int
     tasks: int
+    blocks: int
+    """Units that pods claim; 0 if a trainer asks for the rollouts."""
+    pods: int
+    """Pods that run at the same time."""
     slots: int
-    """Rollouts at once."""
+    """Rollouts that run at the same time."""
     rollout_s: float
     """Mean duration of a rollout."""
     basis: str
-    """Where the durations come from."""
+    """Source of the durations."""
     time_s: float
-    ideal_s: float
-    """The shortest that any order could reach."""
     nodes: int
-    """At once, where the site lets all jobs run that the campaign queues."""
+    """Nodes in use at the same time, if the site starts all jobs."""
     core_hours: Hours
     gpu_hours: Hours
     requeues: int
-    """How often an element may be requeued, and take its walltime again."""
+    """Number of times that an element may be requeued and use its walltime again."""
     jobs: list[JobEstimate] = field(default_factory=list)
     site: list[str] = field(default_factory=list)
-    """What the site's limits will do to it."""
+    """Effects of the site's limits on the campaign."""
     storage: list[Storage] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)
-    """How many there are, and how many of them the store lacks."""
+    """Number of images, and of those that the store lacks."""
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; what has no bound is null."""
+        """Returns the fields."""
         return asdict(self)
 
 
-def durations_of(
-    draft: Draft, rollout_seconds: float | None = None, like: Path | None = None
-) -> tuple[list[float], str]:
-    """Returns seconds of every rollout of a draft, and where they come from.
+@dataclass(frozen=True)
+class Durations:
+    """The assumed durations of rollouts in seconds."""
+
+    mean_s: float
+    longest_s: float
+    basis: str
+
+
+def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path | None = None) -> Durations:
+    """Returns the durations that the estimate assumes.
 
     Raises:
-        ConfigError: ``like`` is no gathered run, or nothing was carried out there.
+        ConfigError: ``like`` is not a gathered run, or no rollout was carried out in it.
     """
-    from megaflow_hpc.trajectories.reading.durations import Durations
+    from megaflow_hpc.trajectories.reading.durations import Durations as Earlier
 
+    earlier, basis = draft.durations, "as in the runs of scheduling.learn_from"
     if rollout_seconds is not None:
-        return [rollout_seconds] * len(draft.rollouts), f"every rollout takes {rollout_seconds:g} s, as told"
+        return Durations(rollout_seconds, rollout_seconds, f"every rollout takes {rollout_seconds:g} s, as given")
     if like is not None:
+        basis = f"as rollouts took in {like}"
         try:
-            return _drawn(draft, Durations([like])), f"as rollouts took in {like}"
+            earlier = Earlier([like])
         except ConfigError as error:
             raise ConfigError(f"--like {error}") from None
-    if draft.durations is not None:
-        return _drawn(draft, draft.durations), "as in the runs of scheduling.learn_from"
-    longest = {
-        (task.id, name): longest_s(task, [policy]) for task in draft.tasks for name, policy in draft.policies.items()
-    }
-    said = "every rollout takes as long as time-outs of agent and tests allow, the most it can; --like RUN or "
-    return [longest[r.task_id, r.policy] for r in draft.rollouts], f"{said}--rollout-seconds N tell better"
-
-
-def _drawn(draft: Draft, durations: Durations) -> list[float]:
-    draw = random.Random(0)
-    return [durations.drawn(rollout, draw) for rollout in draft.rollouts]
+    if earlier is not None:
+        seconds = [earlier.expected_s(rollout) for rollout in draft.rollouts]
+    else:
+        basis = (
+            "every rollout takes as long as the time-outs of agent and tests allow, the maximum; --like RUN or "
+            "--rollout-seconds N give a better estimate"
+        )
+        limits = {
+            (task.id, name): longest_s(task, [policy])
+            for task in draft.tasks
+            for name, policy in draft.policies.items()
+        }
+        seconds = [limits[rollout.task_id, rollout.policy] for rollout in draft.rollouts]
+    if not seconds:
+        return Durations(0.0, 0.0, basis)
+    return Durations(mean(seconds), max(seconds), basis)
 
 
 def estimate(
     draft: Draft,
     run: Path,
     jobs: Sequence[Job],
-    durations: tuple[list[float], str],
+    durations: Durations,
     site: Sequence[str] = (),
     local_ranks: int = 0,
     like: Path | None = None,
 ) -> Estimate:
-    """Returns what a draft would take.
+    """Returns the estimate of a draft.
 
     Args:
-        run: where its run directory would be.
-        jobs: what would be queued.
-        durations: of :func:`durations_of`.
-        site: what limits will do to it.
-        local_ranks: MPI ranks of the pod on this machine, where nothing is queued.
-        like: an earlier run, by whose size that of this one is reckoned.
+        run: the path of its future run directory.
+        jobs: the jobs that would be queued.
+        durations: the result of :func:`durations_of`.
+        site: effects of the site's limits.
+        local_ranks: MPI ranks of a pod on this machine, if nothing is queued.
+        like: an earlier run, whose size per rollout is assumed.
     """
-    config, (seconds, basis) = draft.config, durations
-    if config.training and seconds:
-        batch = config.training.batch.tasks * config.training.steps
-        asked = batch * sum(draft.policies[name].samples for name in config.training.policies)
-        seconds = [seconds[n % len(seconds)] for n in range(min(asked, MOST_SIMULATED + 1))] if asked else seconds
-        site = [
-            *site,
-            f"training asks for {asked} rollouts in {config.training.steps} steps; its own time is not counted",
-        ]
+    config = draft.config
+    notes = list(site)
+    rollouts = len(draft.rollouts)
+    blocks = len(split(draft.rollouts, config.slurm.pods.total, whole=whole_groups(config))) if rollouts else 0
+    if config.training and rollouts:
+        training = config.training
+        samples = sum(draft.policies[name].samples for name in training.policies)
+        rollouts = training.batch.tasks * training.steps * samples
+        blocks = 0
+        notes.append(f"training asks for {rollouts} rollouts in {training.steps} steps; its own time is not counted")
     listed = [part for job in jobs for part in _listed(job)]
-    pods = sum(job.at_once for job in listed if job.role == "pods") or 1
-    total = gateways(config.slurm.pods) if not local_ranks else max(1, local_ranks - 1)
-    each = config.slurm.pods.slots_per_rank or config.slurm.pods.cpus_per_rank or CPUS_PER_RANK
-    share = 1.0 if local_ranks else pods / max(1, config.slurm.pods.total)
-    slots = max(1, round(total * slots_of_rank(each, config.quotas, config.slurm.pods) * share))
-    time_s, ideal_s = _time(draft, seconds, min(pods, slots), slots)
     if local_ranks:
         gpus = sum(server.model["gpus"] * server.model["nodes"] for server in draft.servers)
         listed = [JobEstimate("local", 1, 1, 1, len(os.sched_getaffinity(0)), gpus, None)]
-    lacking, known = _images(draft)
+    pods = sum(job.at_once for job in listed if job.role == "pods") or 1
+    slots = _slots(draft, pods, local_ranks)
+    busy_slots = slots if not blocks else max(1, slots * min(pods, blocks) // pods)
+    time_s = max(math.ceil(rollouts / busy_slots) * durations.mean_s, durations.longest_s) if rollouts else 0.0
+    missing, known = _images(draft)
+    pod_starts = sum(job.elements for job in listed if job.role == "pods")
     return Estimate(
-        rollouts=len(seconds),
+        rollouts=rollouts,
         tasks=len(draft.tasks),
+        blocks=blocks,
+        pods=pods,
         slots=slots,
-        rollout_s=sum(seconds) / len(seconds) if seconds else 0.0,
-        basis=basis,
+        rollout_s=durations.mean_s,
+        basis=durations.basis,
         time_s=time_s,
-        ideal_s=ideal_s,
         nodes=sum(job.nodes * job.at_once for job in listed if job.role != "gather"),
-        core_hours=_hours(listed, time_s, "cores"),
-        gpu_hours=_hours(listed, time_s, "gpus"),
+        core_hours=_hours([(job, job.cores) for job in listed], time_s),
+        gpu_hours=_hours([(job, job.gpus) for job in listed], time_s),
         requeues=0 if local_ranks else config.slurm.requeues,
         jobs=listed,
-        site=[*site, *_passed_limits(draft, listed, time_s)],
-        storage=_storage(draft, run, like, sum(job.elements for job in listed if job.role == "pods"), len(seconds)),
-        images={"images": lacking + known, "to_make": lacking},
+        site=[*notes, *_passed_limits(draft, listed, time_s)],
+        storage=_storage(draft, run, like, pod_starts, rollouts),
+        images={"images": missing + known, "to_make": missing},
     )
 
 
+def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
+    """Returns the rollouts that run at the same time in ``pods`` of the campaign's pods."""
+    config, section = draft.config, draft.config.slurm.pods
+    slots_per_rank = slots_of_rank(
+        section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK, config.quotas, section
+    )
+    if local_ranks:
+        return max(1, round(max(1, local_ranks - 1) * slots_per_rank))
+    running_share = pods / max(1, section.total)
+    return max(1, round(gateways(section) * slots_per_rank * running_share))
+
+
 def _listed(job: Job) -> list[JobEstimate]:
-    """One job; a heterogeneous one as its pod and its engines."""
+    """Returns the parts of a job: one, or the pod and the engines of a heterogeneous job."""
     found = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         known = {option_name(name): value for name, value in options.items()}
@@ -225,40 +247,25 @@ def _listed(job: Job) -> list[JobEstimate]:
     return found
 
 
-def _hours(jobs: Sequence[JobEstimate], time_s: float, what: str) -> Hours:
-    """Gathering is left out of what is expected: it takes minutes."""
-    going = [job for job in jobs if not job.held and job.role != "gather"]
-    expected = sum(getattr(job, what) * job.at_once for job in going) * time_s
-    bounded = [job for job in jobs if getattr(job, what)]
-    ends = [job.walltime_s for job in bounded]
-    most = None if None in ends else sum(getattr(j, what) * j.elements * (j.walltime_s or 0) for j in bounded) / 3600
-    return Hours(expected / 3600, most)
+def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
+    """Returns the hours of cores or GPUs, given the amount that each job has.
 
-
-def _time(draft: Draft, seconds: Sequence[float], pods: int, slots: int) -> tuple[float, float]:
-    """Returns seconds from the first start to the last end, and the least that it could be."""
-    if not seconds:
-        return 0.0, 0.0
-    ideal_s = max(sum(seconds) / slots, max(seconds))
-    if len(seconds) > MOST_SIMULATED:
-        return ideal_s, ideal_s
-    if len(seconds) != len(draft.rollouts):  # a trainer asks for them, round by round
-        found = simulate(Shape(seconds, [0.0] * len(seconds), pods, slots))
-        return found.makespan_s, found.ideal_s
-    sizes = {len(list(group)) for _, group in groupby(draft.rollouts, key=lambda rollout: rollout.group_id)}
-    samples = sizes.pop() if len(sizes) == 1 else 1
-    if len(seconds) // samples < pods:  # groups are shared out then
-        samples = 1
-    known = draft.durations
-    expected_s = [known.expected_s(rollout) for rollout in draft.rollouts] if known else [0.0] * len(seconds)
-    order = draft.config.scheduling.order
-    order = "fifo" if order == "fair" else order
-    found = simulate(Shape(seconds, expected_s, pods, slots, order=order, samples=samples))
-    return found.makespan_s, found.ideal_s
+    Expected hours leave out the gather job, which takes minutes, and jobs that start on demand.
+    """
+    expected = by_walltime = 0.0
+    bounded = True
+    for job, amount in amounts:
+        if amount and not job.held and job.role != "gather":
+            expected += amount * job.at_once * time_s / 3600
+        if amount and job.walltime_s is None:
+            bounded = False
+        elif amount and job.walltime_s is not None:
+            by_walltime += amount * job.elements * job.walltime_s / 3600
+    return Hours(expected, by_walltime if bounded else None)
 
 
 def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> list[str]:
-    """What limits of the campaign and walltimes do to a campaign of this length."""
+    """Returns the limits of the campaign and the walltimes that end before the campaign does."""
     limits, found = draft.config.limits, []
     for name, hours in (
         ("core_hours", sum(j.cores * j.at_once for j in jobs if j.role == "pods") * time_s / 3600),
@@ -279,7 +286,7 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
 
 
 def _images(draft: Draft) -> tuple[int, int]:
-    """How many images the store lacks, and has."""
+    """Returns the number of images that the store lacks, and that it has."""
     from megaflow_hpc.environments.images.resolve import is_built
 
     if draft.images is None or draft.mapping is None:
@@ -298,7 +305,7 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
     found = []
     for what, path, size, count in wanted:
         try:
-            there = room(path)
+            there = disk_quota(path)
         except OSError:
             continue
         free_inodes = None if math.isinf(there.free_inodes) else there.free_inodes

@@ -57,10 +57,11 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
 def _lines(found: Estimate) -> list[str]:
     """Format the estimate for a person."""
     wait = "" if found.jobs and found.jobs[0].role == "local" else " and the wait in the queue"
+    blocks = f" in {_count(found.blocks, 'block')}" if found.blocks else ""
     said = [
-        f"{_count(found.rollouts, 'rollout')} of {_count(found.tasks, 'task')}, {found.slots} at once on "
-        f"{_count(found.nodes, 'node')}",
-        f"time: {seconds(found.time_s)}{wait}; {seconds(found.ideal_s)} at least ({found.basis})",
+        f"{_count(found.rollouts, 'rollout')} of {_count(found.tasks, 'task')}{blocks}",
+        f"{_count(found.pods, 'pod')} with {_count(found.slots, 'slot')} at once, {_count(found.nodes, 'node')} in all",
+        f"time: {seconds(found.time_s)}{wait} ({found.basis})",
     ]
     for name, hours in (("core-hours", found.core_hours), ("GPU-hours", found.gpu_hours)):
         if hours.expected or hours.by_walltime:
@@ -76,7 +77,7 @@ def _lines(found: Estimate) -> list[str]:
         each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{held}"
         said.append(f"{job.role}: {job.elements}{throttled}, each {each}")
     if found.images.get("images"):
-        said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} to build")
+        said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} missing")
     for place in found.storage:
         wants = f"about {place.bytes / 1e9:.2g} GB and {place.inodes} files, " if place.bytes else ""
         files = "" if place.free_inodes is None else f" and {place.free_inodes:,.0f} files"

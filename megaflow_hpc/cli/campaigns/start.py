@@ -66,7 +66,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
-    with PlanProgress() as watch:
+    with PlanProgress(arguments.campaign) as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, watch=watch)
     say_notices(campaign)
     here = f"megaflow-hpc resume {run.path} --launcher local"
@@ -82,7 +82,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _by_hand(run: Any) -> list[str]:
     """Return the commands that submit a planned run by hand."""
-    from megaflow_hpc.campaign.demand import by_hand
+    from megaflow_hpc.campaign.job_requests import by_hand
 
     return by_hand(run.config, run.dir, run.record.server_groups)
 
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
     campaign = Campaign.from_yaml(arguments.campaign)
     if arguments.dry_run:
         return dry_run(campaign, arguments)
-    with PlanProgress() as watch:
+    with PlanProgress(arguments.campaign) as watch:
         run = campaign.plan(arguments.run_dir, arguments.only, arguments.launcher, watch)
     note(f"run directory: {run.path}")
     say_notices(campaign)
@@ -113,7 +113,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     campaign = Campaign.from_yaml(arguments.campaign)
     if arguments.dry_run:
         return dry_run(campaign, arguments)
-    with PlanProgress() as watch:
+    with PlanProgress(arguments.campaign) as watch:
         run = campaign.submit("slurm", arguments.run_dir, arguments.only, watch=watch)
     say_notices(campaign, run.slurm_jobs)
     if arguments.json:

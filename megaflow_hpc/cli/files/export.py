@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.values import whole
 from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import in_one_line
@@ -69,7 +68,6 @@ def register(subparsers: Subparsers) -> None:
     back.add_argument("file", metavar="FILE", help="JSON lines, plain, .gz or .zst")
     add_output(back, "the campaign file to write", required=True, metavar="FILE.h5")
     back.add_argument("--campaign", metavar="NAME", help="name of the campaign (default: FILE's)")
-    back.add_argument("--longest-line", metavar="MiB", type=whole(1), default=64, help="refuse longer lines (64)")
     back.add_argument("--force", action="store_true", help="replace an existing file")
 
 
@@ -113,7 +111,6 @@ def _import(arguments: argparse.Namespace) -> int:
             target,
             arguments.campaign,
             lambda done: watch.detail(f"{done} trajectories"),
-            arguments.longest_line << 20,
         )
     if arguments.json:
         print_json({"file": str(target), "trajectories": count})

@@ -29,9 +29,9 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "verify",
         _verify,
-        "read every column of a trajectories.h5 and compare checksums",
+        "read every column of a trajectories.h5 and print its digest",
         examples=["verify RUN", "verify shared.h5 --json"],
-        description="Reads every column and compares it with its checksum. Exit status 1 if one differs.",
+        description="Reads every column, which compares every checksum. Exit status 1 if a column is damaged.",
     )
     add_run(verify, file=True)
 

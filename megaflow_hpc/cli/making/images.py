@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megaflow_hpc.cli.making import images_make
 from megaflow_hpc.cli.making.images_make import megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.values import whole, zero_or_more
+from megaflow_hpc.cli.values import share, zero_or_more
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
 from megaflow_hpc.resources import docs
 
@@ -51,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
             "images build campaign.yaml",
             "images build campaign.yaml --dry-run",
             "images build campaign.yaml --manifest images.json",
-            "images build campaign.yaml --slurm --sbatch time=60",
+            "images build campaign.yaml --share 3/16",
             "images build containers/base.def",
             "images build tasks/one/environment/Dockerfile --map debian:12=base.sif",
         ],
@@ -61,25 +61,14 @@ def register(subparsers: Subparsers) -> None:
     build.add_argument(
         "--network", choices=("none", "host"), help="of a Dockerfile's steps; default: the campaign's, else none"
     )
-    build.add_argument(
-        "--dry-run", action="store_true", help="only say what would be made, and what store and nodes would hold"
-    )
+    build.add_argument("--dry-run", action="store_true", help="only list the images that the store lacks")
     build.add_argument("--manifest", metavar="FILE", help="write what was needed, with digests, to FILE")
     build.add_argument(
-        "--slurm",
-        action="store_true",
-        help="build on compute nodes, by a job array as the campaign's slurm.builds says; wait for it",
-    )
-    build.add_argument("--detach", action="store_true", help="with --slurm: submit and return; again, to wait")
-    build.add_argument(
-        "--jobs", metavar="N", type=whole(1), help="with --slurm: elements of the array at most; default: 16"
-    )
-    build.add_argument(
-        "--sbatch",
-        metavar="OPTION=VALUE",
-        action="append",
-        default=[],
-        help="with --slurm: an option of sbatch, such as partition=cpu; repeatable",
+        "--share",
+        metavar="I/N",
+        type=share,
+        help="build only the I-th of N equal shares, counted from 1: one share for each element of a job array "
+        "(sbatch/build_images.sbatch)",
     )
     _networked(build)
 
@@ -134,13 +123,12 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "stage",
         _stage,
-        "copy images into this node's cache ahead of their use",
+        "unpack images into this node's cache ahead of their use",
         "Run it where the sandboxes will run, such as once per node of a job. Images are SIF files, digests (or "
         "their beginnings) of the store, or a campaign file.",
         ["srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml", "images stage 3f2a9c0b"],
     )
     stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF, a digest of the store, or a campaign file")
-    stage.add_argument("--form", choices=("tree", "sif"), default="tree", help="unpacked (default), or the file itself")
     _cached(stage)
 
     listing = _verb(
@@ -230,7 +218,7 @@ def _stage(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{name}: neither a file nor the digest of an image in {images.store.root}")
     staged = []
     for path in dict.fromkeys(paths):
-        lease = cache.acquire(path, arguments.form)
+        lease = cache.acquire(path)
         staged.append({"image": path, "path": lease.path, "layers": list(lease.layers)})
         lease.release()
     if arguments.json:
@@ -253,14 +241,14 @@ def _list(arguments: argparse.Namespace) -> int:
                     row["name"],
                     megabytes(row["bytes"]),
                     row["inodes"],
-                    row["made"],
                     "in use" if row["in_use"] else "",
+                    row["image"],
                 )
                 for row in copies
             ]
-            say(table(("copy", "MB", "files", "times made", ""), lines))
+            say(table(("copy", "MB", "files", "", "made from"), lines))
         return 0
-    from megaflow_hpc.environments.images.sharing import own_bytes
+    from megaflow_hpc.environments.images.pruning import own_bytes
 
     store = images_make.open_images(arguments).store
     names, sizes = store.names(), own_bytes(store)
@@ -288,7 +276,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.images.sharing import DAY_S, prune
+    from megaflow_hpc.environments.images.pruning import DAY_S, prune
     from megaflow_hpc.errors import ConfigError, SiteError
 
     if arguments.staged:

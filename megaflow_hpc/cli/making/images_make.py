@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,9 @@ from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import ImageProgress
 
 if TYPE_CHECKING:
-    from megaflow_hpc.campaign.image_batch import Recipe
     from megaflow_hpc.environments.builds.builder import BuildNetwork
-    from megaflow_hpc.environments.images.mapping import ImageRequest
+    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.errors import MegaflowError
 
@@ -51,76 +52,100 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
-def images_of_campaign(
-    images: Images,
-    path: str,
-    build: bool,
-    network: BuildNetwork | None = None,
-    failures: dict[str, MegaflowError] | None = None,
-) -> dict[str, str]:
-    """Returns, for each image that a campaign's tasks name, its file.
+@dataclass(frozen=True)
+class Wanted:
+    """Images that share a mapping of names, a network of build steps and registries."""
+
+    requests: list[ImageRequest]
+    mapping: ImageMapping
+    network: BuildNetwork | None
+    registries: Registries
+
+
+def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
+    """Returns the file of each image that a campaign's tasks name.
 
     Args:
-        build: make what the store lacks.
-        network: of the steps of Dockerfiles; by default as the campaign says.
-        failures: as for :meth:`Images.resolve_all`.
+        build: make the images that the store lacks.
     """
+    return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
+
+
+def _resolve(
+    images: Images, wanted: Wanted, build: bool, failures: dict[str, MegaflowError] | None = None
+) -> dict[str, str]:
     from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.builds.forecast import foretelling
 
-    recipe, requests = _wanted_by_campaign(images, path, build, network)
-    images.builder = Builder(recipe.network) if build else None
-    images.foretell = foretelling(images, recipe.network)
-    return images.resolve_all(requests, recipe.image_mapping(), build=build, failures=failures)
+    images.builder = Builder(wanted.network, memory_mb=_build_memory_mb()) if build else None
+    images.registries = wanted.registries
+    return images.resolve_all(wanted.requests, wanted.mapping, build=build, failures=failures)
 
 
-def _wanted_by_campaign(
-    images: Images, path: str, build: bool, network: BuildNetwork | None
-) -> tuple[Recipe, list[ImageRequest]]:
-    """What a campaign's tasks want; its registries are used on."""
-    from megaflow_hpc.campaign.image_batch import wanted_by_campaign
+def _build_memory_mb() -> int | None:
+    """Returns the memory of each build in a Slurm job; ``None`` if no job limits it."""
+    from megaflow_hpc.environments.images.build_progress import at_once
+
+    of_job = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if not of_job.isdigit() or int(of_job) == 0:
+        return None
+    return max(256, int(of_job) // at_once())
+
+
+def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
     from megaflow_hpc.config import load
+    from megaflow_hpc.environments.images.mapping import ImageMapping
     from megaflow_hpc.environments.images.registries import Registries
+    from megaflow_hpc.tasks.images import image_requests
+    from megaflow_hpc.tasks.loading import load_tasks
 
     config = load(path)
+    environment, base = config.environment, Path(path).absolute().parent
     note(f"{path}: reading tasks")
-    recipe, requests = wanted_by_campaign(config, Path(path), images, network)
-    images.registries = Registries(recipe.mirrors, build and recipe.air_gapped)
-    return recipe, requests
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
+    air_gapped = images.registries.air_gapped or environment.air_gapped
+    requests: dict[str, ImageRequest] = {}
+    for request in image_requests(tasks):
+        requests.setdefault(request.name, request)
+    return Wanted(
+        list(requests.values()),
+        ImageMapping(environment.images, base, "environment.images"),
+        network or environment.network_of_builds,
+        Registries({**environment.mirrors, **images.registries.mirrors}, build and air_gapped),
+    )
+
+
+def _wanted(images: Images, arguments: argparse.Namespace) -> list[Wanted]:
+    """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources."""
+    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+
+    campaigns, dockerfiles, others = _kinds(arguments.source)
+    found = [_wanted_by_campaign(images, source, arguments.network) for source in campaigns]
+    mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
+    found.append(Wanted(_requests(images, dockerfiles), mapping, arguments.network, images.registries))
+    mapping = ImageMapping({source: source for source in others}, Path.cwd(), "images build")
+    found.append(Wanted([ImageRequest(source) for source in others], mapping, arguments.network, images.registries))
+    return found
 
 
 def build(arguments: argparse.Namespace) -> int:
-    """Runs ``images build``: makes what campaigns, Dockerfiles and addresses name; returns the exit status.
+    """Runs ``images build``: makes the images of campaigns, Dockerfiles and addresses; returns the exit status.
 
-    One image that fails does not end the others, and is status 1; the error of one alone is raised.
+    An image that fails does not stop the others, and makes the status 1. The error of a single image is raised.
     """
-    from megaflow_hpc.errors import ConfigError
-
-    if arguments.dry_run:
-        return _forecast(arguments)
-    if arguments.slurm:
-        return _build_by_jobs(arguments)
-    if arguments.detach or arguments.jobs or arguments.sbatch:
-        raise ConfigError("images build: --detach, --jobs and --sbatch are of builds by jobs; add --slurm")
-    from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.builds.forecast import foretelling
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 
     images = open_images(arguments)
-    campaigns, dockerfiles, others = _kinds(arguments.source)
+    wanted = _wanted(images, arguments)
+    if arguments.share:
+        wanted = share_of(wanted, *arguments.share)
+    if arguments.dry_run:
+        return _say_missing(arguments, images, wanted)
     failures: dict[str, MegaflowError] = {}
     files: dict[str, str] = {}
     with ImageProgress() as watch:
         images.watch(watch)
-        for source in campaigns:
-            files |= images_of_campaign(images, source, True, arguments.network, failures)
-        images.builder = Builder(arguments.network)
-        images.foretell = foretelling(images, arguments.network)
-        mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
-        files |= images.resolve_all(_requests(images, dockerfiles), mapping, failures=failures)
-        mapping = ImageMapping({source: source for source in others}, Path.cwd(), "images build")
-        files |= images.resolve_all(map(ImageRequest, others), mapping, failures=failures)
+        for part in wanted:
+            files |= _resolve(images, part, True, failures)
     if len(failures) == 1 and not files:
         raise next(iter(failures.values()))
     if arguments.manifest:
@@ -129,18 +154,37 @@ def build(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _kinds(sources: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Campaigns, Dockerfiles, and definition files or addresses."""
-    from megaflow_hpc.campaign.image_batch import is_dockerfile
+def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]:
+    """Returns one of several equal shares of all images, counted from 1.
 
+    A share is a run of neighbours, because neighbours often have layers in common. Every job computes the same shares,
+    whatever other jobs have built by then.
+    """
+    total = sum(len(part.requests) for part in wanted)
+    begin, end = total * (number - 1) // shares, total * number // shares
+    found = []
+    for part in wanted:
+        count = len(part.requests)
+        found.append(replace(part, requests=part.requests[max(0, begin) : max(0, end)]))
+        begin, end = begin - count, end - count
+    return found
+
+
+def _kinds(sources: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Returns campaigns, Dockerfiles, and definition files or addresses."""
     kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
     for source in sources:
-        kinds[0 if source.endswith((".yaml", ".yml")) else 1 if is_dockerfile(source) else 2].append(source)
+        kinds[0 if source.endswith((".yaml", ".yml")) else 1 if _is_dockerfile(source) else 2].append(source)
     return kinds
 
 
+def _is_dockerfile(source: str) -> bool:
+    name = Path(source).name
+    return name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")
+
+
 def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
-    """The images of Dockerfiles; says what of these is left out."""
+    """Returns the images of Dockerfiles; prints the instructions that are ignored."""
     from megaflow_hpc.environments.images.mapping import ImageRequest
 
     requests = []
@@ -154,68 +198,21 @@ def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
     return requests
 
 
-def _forecast(arguments: argparse.Namespace) -> int:
-    """Says what a build would take; makes nothing."""
-    from megaflow_hpc.environments.builds import forecast
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
-    from megaflow_hpc.environments.images.pull import Looks
+def _say_missing(arguments: argparse.Namespace, images: Images, wanted: Sequence[Wanted]) -> int:
+    """Prints the images that the store lacks; makes nothing."""
+    from megaflow_hpc.environments.images.resolve import is_built
 
-    images = open_images(arguments)
-    images.looks = Looks(quick=False)
-    forecaster = forecast.forecaster(images)
-    campaigns, dockerfiles, others = _kinds(arguments.source)
-    for source in campaigns:
-        recipe, requests = _wanted_by_campaign(images, source, True, arguments.network)
-        forecaster.add(requests, recipe.image_mapping(), recipe.network)
-    mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
-    forecaster.add(_requests(images, dockerfiles), mapping, arguments.network)
-    forecaster.add(map(ImageRequest, others), ImageMapping({name: name for name in others}, Path.cwd(), "images build"))
-    found = forecaster.forecast
+    files: dict[str, str] = {}
+    for part in wanted:
+        files |= _resolve(images, part, build=False)
+    missing = [name for name, file in files.items() if not is_built(Path(file))]
     if arguments.json:
-        print_json({**vars(found), "to_make": found.to_make})
+        print_json({"images": len(files), "there": len(files) - len(missing), "missing": missing})
         return 0
-    say(f"images: {found.images}, {found.there} in the store, {found.to_make or 'none'} to be made")
-    say("\n".join(found.lines()))
-    if found.unknown:
-        say("\n".join(["not known before it is made:", *(f"  {line}" for line in found.unknown)]))
+    say(f"images: {len(files)}, {len(files) - len(missing)} in the store, {len(missing) or 'none'} to be made")
+    for name in missing:
+        say(f"  {name}")
     return 0
-
-
-def _build_by_jobs(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.campaign.image_batch import Wanted, wanted_by_campaign, wanted_by_name
-    from megaflow_hpc.campaign.image_jobs import ImageJobs
-    from megaflow_hpc.config import load
-    from megaflow_hpc.config.slurm import BuildsConfig, SlurmConfig
-    from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
-
-    images = open_images(arguments)
-    mapping, slurm, wanted = _pairs(arguments.map, "--map"), None, []
-    for source in arguments.source:
-        if source.endswith((".yaml", ".yml")):
-            note(f"{source}: reading tasks")
-            config = load(source)
-            slurm = slurm or config.slurm
-            recipe, requests = wanted_by_campaign(config, Path(source), images, arguments.network)
-            wanted += [Wanted.of(request, recipe) for request in requests]
-        else:
-            wanted.append(wanted_by_name(source, mapping, images, arguments.network))
-    slurm = slurm or SlurmConfig()
-    builds = slurm.builds.model_dump() | ({"count": arguments.jobs} if arguments.jobs else {})
-    extra = builds.pop("extra") | _pairs(arguments.sbatch, "--sbatch")
-    slurm = slurm.model_copy(update={"builds": BuildsConfig(**builds, extra=extra)})
-    outcomes = ImageJobs(images.store, slurm, note).build(wanted, arguments.detach)
-    if arguments.manifest and not arguments.detach:
-        for one in wanted:
-            images.resolve_request(one.request, one.recipe.image_mapping(), build=False)
-        write_manifest(Path(arguments.manifest), manifest(images))
-    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
-    if arguments.json:
-        print_json({"images": {outcome.name: vars(outcome) for outcome in outcomes}})
-    else:
-        say(table(("image", "", "file"), [(made.name, made.state, made.file) for made in outcomes]))
-        for outcome in failed:
-            note(f"{outcome.name}: {outcome.error}")
-    return 1 if failed else 0
 
 
 def pull(arguments: argparse.Namespace) -> int:

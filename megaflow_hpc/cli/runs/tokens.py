@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
     from megaflow_hpc.trajectories.reading.sources import SequenceView
     from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+    from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
-Pieces = dict[int, str]
-"""Token id → text."""
 HEAD, TAIL = 96, 32
 """Number of tokens printed of a longer run's beginning and end without ``--full``."""
 WIDTH = 110
@@ -46,12 +45,11 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
     """
     from rich.text import Text
 
-    known: dict[str, Pieces | None] = {}
+    known: dict[str, Vocabulary | None] = {}
     sequences = row.sequences
     for number, sequence in enumerate(sequences):
         if sequence.policy not in known:
-            ids = {token for each in sequences if each.policy == sequence.policy for token in each.tokens.tolist()}
-            known[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer, ids)
+            known[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
             yield Text(f"\npolicy {printable(sequence.policy)}: {source}", style="dim")
         yield Text(f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold")
         yield from _runs(sequence, known[sequence.policy], full)
@@ -62,23 +60,23 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
         yield scale
 
 
-def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None, ids: set[int]) -> tuple[Pieces | None, str]:
-    """Return the texts of a policy's token ids, if a tokenizer is known, and a note on the tokenizer's origin."""
+def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
+    """Return the vocabulary of a policy, if a tokenizer is known, and a note on the tokenizer's origin."""
     from megaflow_hpc.errors import ConfigError
-    from megaflow_hpc.trajectories.reading.vocabulary import find, pieces
+    from megaflow_hpc.trajectories.reading.vocabulary import find, load
 
     if tokenizer is not None:
-        return pieces(Path(tokenizer), ids), f"ids read with {tokenizer}"
+        return load(Path(tokenizer)), f"ids read with {tokenizer}"
     path = find(store.path, store.versions.get("models") or {}, policy)
     if path is None:
         return None, "ids only: no tokenizer of its model is at hand; give one with --tokenizer PATH"
     try:
-        return pieces(path, ids), f"ids read with {path}"
+        return load(path), f"ids read with {path}"
     except ConfigError as error:
         return None, f"ids only: {error}"
 
 
-def _runs(sequence: SequenceView, vocabulary: Pieces | None, full: bool) -> Iterator[Text]:
+def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> Iterator[Text]:
     from rich.text import Text
 
     columns = (sequence.loss_mask.tolist(), sequence.weight_versions.tolist())
@@ -98,7 +96,7 @@ def _runs(sequence: SequenceView, vocabulary: Pieces | None, full: bool) -> Iter
         start = end
 
 
-def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary: Pieces | None) -> Iterator[Text]:
+def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary: Vocabulary | None) -> Iterator[Text]:
     from rich.text import Text
 
     line = Text("   ")
@@ -106,7 +104,7 @@ def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary:
         token, logprob = int(sequence.tokens[place]), float(sequence.logprobs[place])
         cell = f" {token}:{logprob:.4f}" if sampled else f" {token}"
         if vocabulary is not None:
-            cell += f" {_quoted(vocabulary.get(token, ''))} "
+            cell += f" {_quoted(vocabulary.piece(token))} "
         if len(line) + len(cell) > WIDTH and len(line) > 3:
             yield line
             line = Text("   ")

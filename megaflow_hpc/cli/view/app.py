@@ -279,4 +279,4 @@ def _complete(app: WatchApp) -> bool:
     if snapshot is None:
         return False
     running = [row for row in snapshot.rollouts[:5] if row.state == "running"]
-    return not running or bool(snapshot.unasked) or any(row.activity for row in running)
+    return not running or bool(snapshot.unasked) or any(row.live for row in running)

@@ -153,12 +153,12 @@ class DetailScreen(Screen[None]):
 
 def known(row: RolloutRow) -> list[Text]:
     """Returns the facts about a rollout, without transcript and log."""
-    place, stored, activity = row.place, row.stored, row.activity
+    place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]
     where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""
     lines.append(Text(in_one_line(f"{where}  {seconds(row.seconds)}".strip())))
-    if activity is not None:
-        lines.append(Text(f"model calls {activity.calls}  tokens {activity.tokens:,}  {last_word(row)}"))
+    if live is not None:
+        lines.append(Text(f"model calls {live.calls}  tokens {live.tokens:,}  {last_word(row)}"))
     if stored is not None:
         reward = "not verified" if stored.reward is None else f"reward {stored.reward:g}"
         spent = used(stored.cpu_s, stored.memory_peak_mb, stored.disk_peak_mb)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megaflow_hpc.environments.images.layers.view import View
 from megaflow_hpc.errors import ConfigError
 
-_LARGEST = 1 << 20
-_MOST = 1 << 32
+_MAX_FILE_BYTES = 1 << 20
+_END_OF_IDS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ def _group(view: View, name: str) -> int:
 
 
 def _rows(view: View, path: str, columns: int) -> list[list[str]]:
-    text = view.read(path, _LARGEST).decode("utf-8", "surrogateescape")
+    text = view.read(path, _MAX_FILE_BYTES).decode("utf-8", "surrogateescape")
     rows = [line.split(":") for line in text.split("\n")]
     return [row for row in rows if len(row) == columns and row[2].isdecimal()]
 
 
 def _number(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 11 else _MOST
-    if value >= _MOST:
+    value = int(text) if text.isdecimal() and len(text) < 11 else _END_OF_IDS
+    if value >= _END_OF_IDS:
         raise ConfigError(f"{text[:40]}: no user or group has this number")
     return value

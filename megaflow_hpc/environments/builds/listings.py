@@ -12,7 +12,7 @@ from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers import listing
 from megaflow_hpc.environments.images.layers.view import Layer, Tree, View
 
-MOST_INODES = 1_000_000
+MAX_LISTED_INODES = 1_000_000
 """Files that are kept listed: some 200 MB."""
 _OF_A_BASE = 50_000
 
@@ -47,6 +47,6 @@ class Listings:
             if known is None:
                 known = (make(), inodes)
             self._known[key] = known
-            while len(self._known) > 1 and sum(size for _, size in self._known.values()) > MOST_INODES:
+            while len(self._known) > 1 and sum(size for _, size in self._known.values()) > MAX_LISTED_INODES:
                 del self._known[next(iter(self._known))]
         return known[0]

@@ -22,7 +22,7 @@ from megaflow_hpc.environments.builds.accounts import account, owner
 from megaflow_hpc.environments.builds.listings import Listings
 from megaflow_hpc.environments.builds.placing import Mode, Placement, Placer
 from megaflow_hpc.environments.builds.script import run_text
-from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace
 from megaflow_hpc.environments.images.dockerfile.archive import Known
 from megaflow_hpc.environments.images.dockerfile.context import lay_out
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
@@ -58,7 +58,7 @@ class StageBuilds:
         bases: Mapping[str, LayeredImage],
         layers: LayerStore,
         listings: Listings,
-        workshop: Workshop,
+        workspace: BuildWorkspace,
         spec: SandboxSpec,
         say: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class StageBuilds:
         self._images = dict(bases)
         self._layers = layers
         self._listings = listings
-        self._workshop = workshop
+        self._workspace = workspace
         self._spec = spec
         self._say = say
         self._pretended = False
@@ -164,17 +164,17 @@ class StageBuilds:
         items = file.with_name("items")
         if step.origin is None:
             return await asyncio.to_thread(_placed, self._dockerfile, step, items, how, view, file)
-        await self._workshop.open()
-        items = self._workshop.place("items")
+        await self._workspace.open()
+        items = self._workspace.place("items")
         await self._copy_out(step, items)
-        facts = await self._workshop.placed(image, items, asdict(how), file)
+        facts = await self._workspace.placed(image, items, asdict(how), file)
         await asyncio.to_thread(remove_tree, items)
         return facts
 
     async def _copy_out(self, step: Copy, items: Path) -> None:
         assert step.origin is not None
         try:
-            await self._workshop.copy_out(self._images[step.origin], step.sources, items)
+            await self._workspace.copy_out(self._images[step.origin], step.sources, items)
         except SiteError as error:
             raise SiteError(f"{self._dockerfile.path}:{step.line}: --from={step.origin}: {error}") from error
 
@@ -186,27 +186,27 @@ class StageBuilds:
         if room and who.uid:
             self._differs(step.line, "/tmp and /var/tmp are made for everybody to write to")
         home = "HOME" not in variables_of([image.settings, *exports])
-        await self._workshop.open()
-        if self._workshop.pretends and not self._pretended:
+        await self._workspace.open()
+        if self._workspace.pretends and not self._pretended:
             self._pretended = True
             self._differs(step.line, "no subordinate ids here (/etc/subuid): while steps run, every file is root's")
         numbers = []
         for number, mount in enumerate(step.mounts, 1):
             numbers.append(number if mount.copy else 0)
             if mount.copy:
-                items = self._workshop.items / str(number)
+                items = self._workspace.items / str(number)
                 if mount.copy.origin is None:
                     await asyncio.to_thread(_lay_out, self._dockerfile, mount.copy, items)
                 else:
                     await self._copy_out(mount.copy, items)
-        async with await self._workshop.start(image, self._spec, view) as sandbox:
+        async with await self._workspace.start(image, self._spec, view) as sandbox:
             text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
             await self._carry_out(sandbox, step.line, text)
-            facts, wrote_hosts = await self._workshop.layer_of(sandbox, file)
+            facts, wrote_hosts = await self._workspace.layer_of(sandbox, file)
         if wrote_hosts:
             self._differs(step.line, "/etc/hosts was changed, which is read-only there")
         for number in filter(None, numbers):
-            await asyncio.to_thread(remove_tree, self._workshop.items / str(number))
+            await asyncio.to_thread(remove_tree, self._workspace.items / str(number))
         return facts
 
     async def _carry_out(self, sandbox: ApptainerSandbox, line: int, text: str) -> None:

@@ -5,7 +5,6 @@ What a registry has without layers, as ``oras://`` and ``library://``, Apptainer
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import shutil
@@ -15,23 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.apptainer_build import SIF_OPTIONS, build
+from megaflow_hpc.environments.images.atomic_files import locked
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
-from megaflow_hpc.environments.images.registry.client import NoAnswer
-from megaflow_hpc.environments.images.registry.image import RemoteImage, describe, fetch
-from megaflow_hpc.environments.images.registry.reference import Reference
+from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 SPARE = 1 << 30
 """Bytes that a pull leaves free."""
-EVERY_S = 2.0
-"""Between two lines of progress."""
-LOOKS_S = 10.0
-"""After so long with registries nobody is asked any more about what is only to be told."""
+REPORT_INTERVAL_S = 2.0
 
 Say = Callable[[str], None]
 
@@ -71,43 +64,6 @@ def pull(
     return None
 
 
-class Looks:
-    """Asks registries what pulls would bring: of each image once, and none again that did not answer.
-
-    Args:
-        quick: The answer is a courtesy: each registry has one try and a few seconds, all together :data:`LOOKS_S`.
-    """
-
-    def __init__(self, quick: bool = True) -> None:
-        self._quick = quick
-        self._left_s = LOOKS_S if quick else math.inf
-        self._found: dict[Reference, RemoteImage | None] = {}
-        self._silent: set[str] = set()
-        """Registries that did not answer."""
-
-    def look(self, registries: Registries, source: str) -> RemoteImage | None:
-        """Returns what a pull would bring; ``None`` where that is not known: no registry says, or it has no layers."""
-        if registries.air_gapped or not source.startswith("docker://"):
-            return None
-        reference = registries.reference(source)
-        if reference not in self._found:
-            if reference.host in self._silent or self._left_s <= 0:
-                return None
-            began = time.monotonic()
-            self._found[reference] = self._ask(reference)
-            self._left_s -= time.monotonic() - began
-        return self._found[reference]
-
-    def _ask(self, reference: Reference) -> RemoteImage | None:
-        try:
-            return describe(reference, self._quick)
-        except NoAnswer:
-            self._silent.add(reference.host)
-        except SiteError:
-            pass
-        return None
-
-
 def _pull_layers(registries: Registries, source: str, layers: LayerStore, progress: _Progress) -> LayeredImage:
     def take(digest: str, pieces: Iterable[bytes]) -> None:
         with locked(layers.root / "work" / f"layer-{digest}.lock"):  # another pull may be at it
@@ -124,21 +80,16 @@ def _pull_layers(registries: Registries, source: str, layers: LayerStore, progre
 
 
 def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
-    """Returns an image whose layers are all in ``layers`` as what sandboxes are started from."""
+    """Returns the image that sandboxes start from; all its layers are in ``layers``."""
     facts = []
     for layer in image.layers:
         if (found := layers.find(layer.digest)) is None:
             raise SiteError(f"{layer.digest}: its layer was removed while its image was pulled; pull it again")
         if found.inodes:  # instructions of Dockerfiles that change no file may leave a layer all the same
             facts.append(found)
-    return as_image(image, facts)
-
-
-def as_image(image: RemoteImage, layers: Sequence[LayerFacts]) -> LayeredImage:
-    """Returns what a registry says of an image, with those of its layers that change a file."""
     workdir = image.workdir if image.workdir.startswith("/") and "\0" not in image.workdir else None
     user = "" if image.user in ("root", "0") else image.user
-    return LayeredImage(None, tuple(layers), exports(image.env), workdir, user)
+    return LayeredImage(None, tuple(facts), exports(image.env), workdir, user)
 
 
 def exports(env: Sequence[str]) -> str:
@@ -171,7 +122,7 @@ class _Progress:
                     "MEGAFLOW_IMAGE_STORE to a larger place"
                 )
             self.say(f"{self.source}: {total / 1e6:.1f} MB to fetch" if total else f"{self.source}: fetching")
-        elif now - self._said >= EVERY_S:
+        elif now - self._said >= REPORT_INTERVAL_S:
             self._said = now
             left = (total - done) * (now - self._start) / done
             self.say(f"{self.source}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {left:.0f} s left")

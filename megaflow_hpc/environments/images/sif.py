@@ -28,8 +28,8 @@ _SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQ")
 _SQUASHFS_MAGIC = 0x73717368
 
 
-_MOST_OBJECTS = 256
-_LONGEST_DOCUMENT = 1 << 20
+_MAX_OBJECTS = 256
+_MAX_DOCUMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def documents(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {
             found.name: json.loads(os.pread(file.fileno(), found.size, found.offset))
             for found in _objects(file.fileno(), str(path))
-            if found.kind == _GENERIC_JSON and found.size <= _LONGEST_DOCUMENT
+            if found.kind == _GENERIC_JSON and found.size <= _MAX_DOCUMENT_BYTES
         }
 
 
@@ -105,7 +105,7 @@ def _objects(descriptor: int, name: str) -> Iterator[_Object]:
     if fields[1].rstrip(b"\0") != b"SIF_MAGIC":
         raise SandboxError(f"{name}: not a SIF file; expected one that apptainer build or pull made")
     count, start = fields[8], fields[9]
-    table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), _MOST_OBJECTS), start)
+    table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), _MAX_OBJECTS), start)
     for row in range(len(table) // _DESCRIPTOR.size):
         entry = _DESCRIPTOR.unpack_from(table, row * _DESCRIPTOR.size)
         if entry[1]:

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, cast
 
-from megaflow_hpc.environments.sandbox.bundle import Bundle
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.limits.watch import MB
+from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
+from megaflow_hpc.environments.sandbox.limits.watchdog import MB
 from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths, leads
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
@@ -45,10 +45,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class SandboxFiles(ABC):
     """The files of a sandbox, as its users see them."""
 
-    def __init__(self, spec: SandboxSpec, bundle: Bundle) -> None:
+    def __init__(self, spec: SandboxSpec, directory: SandboxDirectory) -> None:
         self.spec = spec
         self.workdir = spec.workdir or "/"
-        self._bundle = bundle
+        self._dir = directory
         self._at_rest = False
         """Whether there is no container, and the next command starts one."""
         self._uploads = 0
@@ -57,7 +57,7 @@ class SandboxFiles(ABC):
     @property
     def directory(self) -> str:
         """The sandbox's directory on scratch."""
-        return self._bundle.directory
+        return self._dir.directory
 
     @abstractmethod
     async def exec(
@@ -99,7 +99,7 @@ class SandboxFiles(ABC):
         """
         place = os.path.join(self.workdir, path)
         if self._at_rest and not self._covered(place):
-            known, content = await asyncio.to_thread(self._bundle.layer.read, place, limit)
+            known, content = await asyncio.to_thread(self._dir.layer.read, place, limit)
             if known:
                 return content
         script = f"if [ -f {shlex.quote(place)} ]; then exec head -c {limit} <{shlex.quote(place)}; else exit 1; fi"
@@ -172,7 +172,7 @@ class SandboxFiles(ABC):
             init = container.init if container else None
             stopped = await asyncio.to_thread(stop_all, init.pid) if init and init.alive() else []
             try:
-                return await self._bundle.layer.snapshot(Path(target), self.spec.image)
+                return await self._dir.layer.snapshot(Path(target), self.spec.image)
             finally:
                 continue_all(stopped)
 
@@ -306,17 +306,13 @@ async def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _nothing_at(paths: LayerPaths, path: str) -> bool:
-    """Whether there is nothing at the absolute ``path``, or an empty directory that the layer alone has.
+    """Returns whether nothing is at the absolute ``path``, or an empty directory that the layer alone has.
 
-    ``False`` also where it cannot be told: a link or a deletion is in the way, the image has something there or is not
-    unpacked. Nothing may run in the sandbox. No link of the layer is followed.
+    Also ``False`` if a link or a deletion is in the way, or if the image has something there. No process may run in the
+    sandbox. No link of the layer is followed.
     """
     parts = PurePosixPath(path).parts[1:]
-    return (
-        ".." not in parts
-        and _nothing_in_layer(paths, parts)
-        and (paths.image is not None and not leads(paths.image, parts))
-    )
+    return ".." not in parts and _nothing_in_layer(paths, parts) and not leads(paths.image, parts)
 
 
 def _nothing_in_layer(paths: LayerPaths, parts: tuple[str, ...]) -> bool:

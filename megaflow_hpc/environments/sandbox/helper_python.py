@@ -2,7 +2,7 @@
 
 ::
 
-    KIT/  python  loader  libraries/…  lib/python3.N/{encodings/…, lib-dynload/_socket…}
+    PREPARED/  python  loader  libraries/…  lib/python3.N/{encodings/…, lib-dynload/_socket…}
 
 The loader of the C library is started by its path, with the directory of the libraries that Python was linked with; so
 neither the image's loader nor its C library matters. Ten files and some 10 MB, made once per node; a sandbox gets hard
@@ -27,7 +27,7 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 
 NAME = "python"
-"""Name of the kit in a control directory."""
+"""Name of the interpreter's directory in a control directory."""
 
 _MODULES = ("_socket", "_ctypes", "_struct", "fcntl")
 _PURE = ("types.py", "struct.py", "ctypes/__init__.py", "ctypes/_endian.py")
@@ -38,7 +38,11 @@ _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
 
 @functools.cache
 def _parts() -> tuple[tuple[str, str], ...]:
-    """(place in the kit, file of this machine). Raises :class:`OSError` if this Python cannot be taken along."""
+    """Returns pairs of a path in the prepared directory and a file of this machine.
+
+    Raises:
+        OSError: this Python cannot be taken along.
+    """
     program = os.path.realpath(sys.executable)
     modules = [spec.origin for name in _MODULES if (spec := importlib.util.find_spec(name)) and spec.has_location]
     parts = [("python", program)]
@@ -73,8 +77,8 @@ def why_not() -> str:
     return ""
 
 
-def kit(scratch: str | os.PathLike[str]) -> Path:
-    """Returns the kit on this node's scratch; makes it if it is not there.
+def prepare(scratch: str | os.PathLike[str]) -> Path:
+    """Returns the interpreter's directory on this node's scratch; makes it if it is missing.
 
     Raises:
         SandboxError: it cannot be made.
@@ -101,8 +105,8 @@ def kit(scratch: str | os.PathLike[str]) -> Path:
     return home
 
 
-def lay(home: Path, control: Path) -> None:
-    """Gives a container the kit, by links in its control directory. Idempotent."""
+def link_into(home: Path, control: Path) -> None:
+    """Links the interpreter into a container's control directory. Idempotent."""
     target = control / NAME
     if target.is_dir():
         return

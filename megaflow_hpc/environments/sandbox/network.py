@@ -30,7 +30,8 @@ from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.environments.sandbox.without import VARIABLE, is_without
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.types import ExecResult
 
@@ -55,21 +56,21 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns the way to use on this node and, where there is none, why.
-
-    ``MEGAFLOW_GATEWAY`` (nsenter, helper) decides by hand.
+    """Returns the way to use on this node. If no way works, returns an empty string and the reason.
 
     Args:
         no_namespaces: why there are no user namespaces; empty if there are.
     """
-    named = os.environ.get("MEGAFLOW_GATEWAY", "auto")
-    if named not in ("nsenter", "helper", "auto"):
-        raise ConfigError(f"MEGAFLOW_GATEWAY={named}: expected nsenter, helper or auto")
-    enters = "nsenter is not on PATH" if shutil.which("nsenter") is None else ""
-    if named == "nsenter" or (named == "auto" and not no_namespaces and not enters):
-        return ("", enters) if enters else ("nsenter", "")
-    if reason := helper_python.why_not():
-        return "", f"{enters or no_namespaces}; and {reason}" if enters or no_namespaces else reason
+    if is_without("nsenter"):
+        not_from_outside = f"{VARIABLE} names nsenter"
+    elif shutil.which("nsenter") is None:
+        not_from_outside = "nsenter is not on PATH"
+    else:
+        not_from_outside = no_namespaces
+    if not not_from_outside:
+        return "nsenter", ""
+    if not_from_inside := helper_python.why_not():
+        return "", f"{not_from_outside}; and {not_from_inside}"
     return "helper", ""
 
 
@@ -108,28 +109,28 @@ def _enter(pid: int, port: int, timeout_s: float) -> socket.socket:
     return listener
 
 
-async def listen(container: Container, run: Exec, kit: Callable[[], Path] | None, port: int) -> socket.socket:
+async def listen(container: Container, run: Exec, interpreter: Callable[[], Path] | None, port: int) -> socket.socket:
     """Returns a listening socket on 127.0.0.1:``port`` as seen inside of a container.
 
     Args:
-        kit: makes the interpreter that a command of the sandbox brings along; ``None``: nobody inside has a part in it.
+        interpreter: prepares the interpreter of a helper inside; ``None`` binds the listener from outside.
     """
-    if kit is not None:
-        return await listen_by_helper(run, container.control, await asyncio.to_thread(kit), port)
+    if interpreter is not None:
+        return await listen_by_helper(run, container.control, await asyncio.to_thread(interpreter), port)
     if container.init is None:
         raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
     return await listen_inside(container.init.pid, port)
 
 
-async def listen_by_helper(run: Exec, control: str, kit: Path, port: int) -> socket.socket:
+async def listen_by_helper(run: Exec, control: str, interpreter: Path, port: int) -> socket.socket:
     """Returns a listening socket as :func:`listen_inside` does, by a command of the sandbox.
 
     Args:
         control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.
-        kit: the interpreter (:func:`.helper_python.kit`).
+        interpreter: the interpreter (:func:`.helper_python.prepare`).
     """
     name = "listen"
-    await asyncio.to_thread(helper_python.lay, kit, Path(control))
+    await asyncio.to_thread(helper_python.link_into, interpreter, Path(control))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""The processes of a container as the host sees them: its PID 1 ("init") and all below, found, stopped, killed."""
+"""Finds, stops and kills the processes of a container from the host: its PID 1 ("init") and all descendants."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import time
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity, argv, descendants, environment, group, session
 
-_RUNNER = f"{CONTROL_DIR}/runner".encode()
+_RUNNER = [b"/bin/sh", f"{CONTROL_DIR}/runner.sh".encode()]
 
 
 def namespace_init(pid: int) -> int | None:
-    """Returns the first process of the pid namespace below ``pid``: PID 1 of a container that ``pid`` runs."""
+    """Returns PID 1 of the container that ``pid`` runs, or ``None`` if it is not found."""
     for child in descendants(pid):
         try:
             with open(f"/proc/{child}/status", "rb") as file:
@@ -30,9 +30,9 @@ def namespace_init(pid: int) -> int | None:
 
 
 def limit_processes(init: int, count: int) -> bool:
-    """Bounds the processes and threads in the user namespace of a container just started; ``False`` if it cannot.
+    """Limits processes and threads in the user namespace of a container that has just started; ``False`` if it cannot.
 
-    Linux counts RLIMIT_NPROC per user namespace from 5.14 on; before, all processes of the user would count.
+    Since 5.14, Linux counts RLIMIT_NPROC per user namespace. Before, all processes of the user would count.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     if version < (5, 14):
@@ -46,13 +46,13 @@ def limit_processes(init: int, count: int) -> bool:
 
 
 def stop_all(init: int) -> list[Identity]:
-    """Stops every process of a container but PID 1; :func:`continue_all` takes the result and undoes it."""
+    """Stops every process of a container except PID 1; :func:`continue_all` continues the returned ones."""
     stopped: list[Identity] = []
     for _ in range(50):
         known = {identity.pid for identity in stopped}
         found = [pid for pid in descendants(init) if pid not in known]
         new = [identity for pid in found if (identity := Identity.of(pid))]
-        # The runner first: a shell with job control takes a stopped command for an ended one.
+        # Stop the runner first, because a shell with job control treats a stopped command as ended.
         for identity in sorted(new, key=lambda one: not is_runner(one.pid)):
             identity.send(signal.SIGSTOP)
             stopped.append(identity)
@@ -62,7 +62,7 @@ def stop_all(init: int) -> list[Identity]:
 
 
 def continue_all(stopped: list[Identity]) -> None:
-    """Lets processes go on that :func:`stop_all` stopped."""
+    """Continues processes that :func:`stop_all` stopped."""
     for identity in reversed(stopped):
         identity.send(signal.SIGCONT)
 
@@ -70,9 +70,9 @@ def continue_all(stopped: list[Identity]) -> None:
 def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     """Kills the processes below ``init`` whose environment holds ``marker``, and their whole groups and sessions.
 
-    A process that left its session keeps the environment it was started with, so a daemon is found as well; one that
-    also wiped its environment lives until the sandbox's processes are killed as a whole. Repeats until a look finds
-    nobody, since a process may fork while it is being looked at.
+    A daemon keeps the environment it was started with, so it is found too. A process that also wiped its environment
+    lives until all processes of the sandbox are killed. A process may fork meanwhile, so this repeats until it finds
+    none.
 
     Returns:
         The number of processes killed.
@@ -95,6 +95,5 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
 
 
 def is_runner(pid: int) -> bool:
-    """Whether a process of a sandbox says that it is the runner's: one of runner.sh's shells, or runner.c's."""
-    words = argv(pid)[:2]
-    return words in ([b"/bin/sh", _RUNNER + b".sh"], [_RUNNER, CONTROL_DIR.encode()])
+    """Returns whether a process of a sandbox claims to be one of the runner's shells."""
+    return argv(pid)[:2] == _RUNNER

@@ -17,20 +17,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.sandbox import helper_python, probe
 from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_terminal
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access, ImageAccess
-from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.standby import StandbyPool
 from megaflow_hpc.environments.sandbox.templates import Templates
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer, unshare
@@ -63,15 +60,14 @@ class ApptainerProvider:
         identity = Identity.of(os.getpid())
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
-        self._sandboxes: dict[ApptainerSandbox, SandboxSpec] = {}
-        self._standby = StandbyPool(self._start)
+        self._sandboxes: set[ApptainerSandbox] = set()
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._gateway_by: Way | None = None
         self._kind = kind_of(file_system(self.scratch))
         cached = ImageCache(self.cache, self.apptainer)
         self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
-        self._prefetcher = Prefetcher(cached, self.images.copied_form)
+        self._prefetcher = Prefetcher(cached, self.images.is_flat)
         self._templates = Templates(
             self._own, (self.scratch, self.cache), self.apptainer, self.scratch, start_timeout_s
         )
@@ -93,7 +89,7 @@ class ApptainerProvider:
 
         Args:
             snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
-            access: the hold on the image; default: one in the form that is cheapest here.
+            access: the hold on the image; default: the one that the cache gives.
 
         Raises:
             ConfigError: the spec itself is wrong.
@@ -102,19 +98,14 @@ class ApptainerProvider:
         spec.check()
         if self._closed:
             raise SandboxError("the provider is closed")
-        sandbox = await self._standby.take(spec) if spec.mode == "persistent" and snapshot is None else None
-        if sandbox is None:
-            sandbox = await self._start(spec, snapshot, access)
-        self._sandboxes[sandbox] = spec
-        self._standby.began(spec)
+        sandbox = await self._start(spec, snapshot, access)
+        self._sandboxes.add(sandbox)
         if self._closed:
             await sandbox.stop()
             raise SandboxError("the provider was closed meanwhile")
         return sandbox
 
-    async def _start(
-        self, spec: SandboxSpec, snapshot: Snapshot | None = None, access: Access | None = None
-    ) -> ApptainerSandbox:
+    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None, access: Access | None) -> ApptainerSandbox:
         if snapshot is not None and snapshot.image != spec.image:
             raise SandboxError(f"{snapshot.path}: a snapshot over {snapshot.image}, not over {spec.image}")
         access = access or self.images.ready(spec.image) or await self._acquire(spec.image)
@@ -127,12 +118,11 @@ class ApptainerProvider:
             self.apptainer,
             start_timeout_s=self._start_timeout_s,
             output_limit=self._output_limit,
-            on_stop=self._ended,
+            on_stop=self._sandboxes.discard,
             watchdog=self.watchdog,
             layer_in_memory=self._kind == "memory",
-            spare=self._standby.take if spec.mode == "persistent" else None,
             templates=self._templates,
-            kit=self._kit if spec.network == "gateway" and self._listens_by_helper() else None,
+            interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
         return sandbox
@@ -143,27 +133,22 @@ class ApptainerProvider:
             self._gateway_by, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "there are none")
         return self._gateway_by == "helper"
 
-    def _kit(self) -> Path:
-        return helper_python.kit(self.scratch)
+    def _helper_python(self) -> Path:
+        return helper_python.prepare(self.scratch)
 
     async def terminal(self, sandbox: ApptainerSandbox, env: Mapping[str, str]) -> Terminal:
         """Starts a shell on a terminal of its own in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
-        return await open_terminal(sandbox.exec, await sandbox.control(), await asyncio.to_thread(self._kit), env)
+        interpreter = await asyncio.to_thread(self._helper_python)
+        return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
     def workplace(self) -> Path:
         """See :func:`workplace`."""
         return workplace(self.scratch, "w")
 
-    async def standing_by(self, spec: SandboxSpec) -> bool:
-        """Waits for what starts in the background; returns whether a sandbox of mode ``persistent`` stands by for
-        ``spec``."""
-        return await self._standby.standing_by(spec)
-
     async def stage(self, image: str) -> str:
-        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; returns where it is
-        now.
+        """Unpacks ``image`` into the node's cache if it is not there yet. Returns the path of its bottom tree.
 
-        It stays until room is needed for others.
+        It stays until the cache needs room for other images.
         """
         access = await self._acquire(image)
         access.release()
@@ -185,20 +170,13 @@ class ApptainerProvider:
         if not self._closed:
             self._prefetcher.order(images)
 
-    def _ended(self, sandbox: ApptainerSandbox) -> None:
-        spec = self._sandboxes.pop(sandbox, None)
-        if spec is not None:  # else it stood by
-            self._standby.ended(spec)
-
     async def close(self) -> None:
         """Stops every sandbox that is left. Idempotent."""
         self._closed = True
         await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
-        await self._standby.close()
         await self._templates.close()
         await asyncio.to_thread(self.watchdog.close)
-        await asyncio.to_thread(sweep_mounts, self.scratch)
         try:
             self._own.rmdir()
         except OSError:

@@ -1,8 +1,7 @@
 """A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
 
-``kill_processes``, ``restart`` and ``reset`` replace the container (some 50 ms): nothing is left that could watch, and
-the runner itself is new. The first two keep the layer, ``reset`` empties it. ``end_processes`` leaves the start to the
-next command, which may never come. The files are bundle.py's.
+``kill_processes``, ``restart`` and ``reset`` replace the container, so that no process is left, not even the runner.
+The first two keep the layer, and ``reset`` empties it. After ``end_processes`` the next command starts the container.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.sandbox.bundle import Bundle
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
+from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.files import SandboxFiles
-from megaflow_hpc.environments.sandbox.limits.watch import Breach, Watch
-from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
@@ -37,8 +35,10 @@ OUTPUT_LIMIT = 512 * 1024
 
 
 class ApptainerSandbox(SandboxFiles):
-    """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`. Made by :meth:`ApptainerProvider.start`, bound to its
-    event loop."""
+    """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`.
+
+    :meth:`ApptainerProvider.start` makes it. It belongs to the event loop of that call.
+    """
 
     def __init__(
         self,
@@ -52,11 +52,10 @@ class ApptainerSandbox(SandboxFiles):
         on_stop: Callable[[ApptainerSandbox], None] | None = None,
         watchdog: Watchdog | None = None,
         layer_in_memory: bool = False,
-        spare: Callable[[SandboxSpec], Awaitable[ApptainerSandbox | None]] | None = None,
-        kit: Callable[[], Path] | None = None,
+        interpreter: Callable[[], Path] | None = None,
         templates: Templates | None = None,
     ) -> None:
-        super().__init__(spec, Bundle(directory, access, apptainer, start_timeout_s, templates))
+        super().__init__(spec, SandboxDirectory(directory, access, apptainer, start_timeout_s, templates))
         self._first_spec = spec
         self._output_limit = output_limit
         self._on_stop = on_stop
@@ -65,12 +64,10 @@ class ApptainerSandbox(SandboxFiles):
         """Limits passed since the start, in order."""
         self._over: Breach | None = None
         self._watchdog = watchdog
-        self._watch = Watch(spec, self._bundle.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
+        self._watch = Watch(spec, self._dir.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
         """Returns what was used since the start, by all its containers; also once it has stopped."""
-        self._spare = spare
-        self._kit = kit
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._helper_python = interpreter
         self._loop = asyncio.get_running_loop()
         if watchdog is not None:
             watchdog.watch(self._watch)
@@ -86,13 +83,13 @@ class ApptainerSandbox(SandboxFiles):
     @property
     def pid(self) -> int | None:
         """The container's first process, as the host sees it."""
-        init = self._bundle.container.init if self._bundle.container else None
+        init = self._dir.container.init if self._dir.container else None
         return init.pid if init else None
 
     @property
     def host_pid(self) -> int | None:
-        """Apptainer's own process on the host; all of the sandbox's are below it."""
-        return self._bundle.container.host_pid if self._bundle.container else None
+        """Process on the host that all processes of the sandbox descend from."""
+        return self._dir.container.host_pid if self._dir.container else None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -103,20 +100,20 @@ class ApptainerSandbox(SandboxFiles):
             kept: files to start with.
         """
         try:
-            self._bundle.make()
+            self._dir.make()
             if kept is not None:
-                await asyncio.to_thread(self._bundle.layer.restore, kept)
-                await self._bundle.start_again(self.spec, self._watch)
+                await asyncio.to_thread(self._dir.layer.restore, kept)
+                await self._dir.start_again(self.spec, self._watch)
             else:
-                await self._bundle.start(self.spec, self._watch)
+                await self._dir.start(self.spec, self._watch)
         except BaseException:
             await self.stop()
             raise
 
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
-        """In the watchdog's thread; what it says is heard before the end of what it kills."""
-        with suppress(RuntimeError):  # the loop has ended, and the sandbox with it
-            self._loop.call_soon_threadsafe(self._breached, self._bundle.container, breach, number, whole)
+        """Runs in the watchdog's thread. The loop handles it before it sees the end of a killed process."""
+        with suppress(RuntimeError):  # the loop and the sandbox have ended
+            self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, whole)
 
     def _breached(self, container: Container | None, breach: Breach, number: int | None, whole: bool) -> None:
         self.breaches.append(breach)
@@ -146,9 +143,9 @@ class ApptainerSandbox(SandboxFiles):
         """Ends every process and starts a fresh container.
 
         Args:
-            spec: what the container is from now on: another user, network, binds; the image stays.
-            change: called in between, while nothing runs, with the host's paths of the writable layer and the image.
-                Only then may the host touch the layer.
+            spec: another user, network or binds from now on; the image stays.
+            change: called while no container runs, with the host's paths of the writable layer and the image. The
+                host may touch the layer only then.
         """
         async with self._changing:
             await self._end(change)
@@ -160,64 +157,31 @@ class ApptainerSandbox(SandboxFiles):
 
     async def _end(self, change: Callable[[LayerPaths], None] | None) -> None:
         self._check_not_stopped()
-        await self._bundle.drop(self._watch)  # the container is not needed any more, even if it ended by itself
+        await self._dir.drop(self._watch)  # the container is not needed any more, even if it ended by itself
         if change is not None:
-            await self._bundle.layer.change(change)
+            await self._dir.layer.change(change)
         self._renew()
         self._at_rest = True
 
     async def _start_again(self) -> Container:
         self._at_rest = False
-        return await self._bundle.start_again(self.spec, self._watch)
+        return await self._dir.start_again(self.spec, self._watch)
 
     async def reset(self) -> None:
-        """Resets the sandbox to its image and spec: ends every process and empties the writable layer.
-
-        With mode ``persistent``, a warm container takes over, and the old one is removed in the background.
-        """
+        """Resets the sandbox to its image and spec: ends every process and empties the writable layer."""
         async with self._changing:
             self._check_not_stopped()
             self._at_rest = False
             self.spec, self.workdir = self._first_spec, self._first_spec.workdir or "/"
-            if self._spare is not None and (spare := await self._spare(self.spec)) is not None:
-                self._become(spare)
-                return
-            await self._bundle.drop(self._watch)
-            await self._bundle.layer.empty()
+            await self._dir.drop(self._watch)
+            await self._dir.layer.empty()
             self._renew()
-            await self._bundle.start(self.spec, self._watch)
-
-    def _become(self, spare: ApptainerSandbox) -> None:
-        """Takes over everything of a sandbox that nobody has used."""
-        spare._stopped = True
-        if spare._watchdog is not None:
-            spare._watchdog.unwatch(spare._watch)
-        self._watch.detach()
-        leaving = self._loop.create_task(_discard(self._bundle))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
-        self._bundle = spare._bundle
-        self._bundle.measured_by(self._watch, self.spec)
-        self._renew()
-        if self._bundle.container is not None and self._bundle.container.init is not None:
-            self._watch.attach(self._bundle.container.init)
+            await self._dir.start(self.spec, self._watch)
 
     @property
     def busy(self) -> bool:
-        """Whether a command is under way, or a process runs that one has left in the background."""
-        return self._bundle.busy
-
-    async def settled(self) -> None:
-        """Returns when all processes of an idle sandbox are there; :class:`SandboxError` if they never are."""
-        try:
-            container = await self._alive()
-            await asyncio.wait_for(container.commands.workers.settled.wait(), self._bundle.start_timeout_s)
-        except TimeoutError:
-            raise SandboxError(f"{self.spec.image}: the sandbox's shells did not come up") from None
-
-    def used(self) -> str:
-        """Returns why this is not as it was when it started, in words; empty if it can be proved to be."""
-        return "it is stopped" if self._stopped else self._bundle.used(self.spec)
+        """True if a command or a background process runs."""
+        return self._dir.busy
 
     async def stop(self) -> None:
         """Ends every process and removes the writable layer. Idempotent."""
@@ -226,9 +190,7 @@ class ApptainerSandbox(SandboxFiles):
         self._stopped = True
         self._watch.detach()
         try:
-            await self._bundle.remove()
-            if self._leaving:
-                await asyncio.gather(*self._leaving)
+            await self._dir.remove()
         finally:
             if self._watchdog is not None:
                 self._watchdog.unwatch(self._watch)
@@ -242,30 +204,30 @@ class ApptainerSandbox(SandboxFiles):
         """
         async with self._changing:
             await self._end(None)
-            await self._bundle.layer.take(Path(target))
+            await self._dir.layer.take(Path(target))
         await self.stop()
 
     def _renew(self) -> None:
-        """What is counted in time begins anew: an agent's use is not the verifier's."""
+        """Counts CPU and wall time from zero: an agent's use is not the verifier's."""
         self._over = None
         self._watch.spec = self.spec
         self._watch.renew()
 
     async def _alive(self) -> Container:
-        """The container; a fresh one on the same layer if a command has killed every process of the last."""
-        container = self._bundle.container
+        """Returns the container, a fresh one on the same layer if a command has killed every process of the last."""
+        container = self._dir.container
         if self._over is not None:
-            raise LimitError(f"the sandbox cannot go on: {self._over}")
+            raise LimitError(f"the sandbox has ended: {self._over}")
         self._watch.poke()
         if container is not None and container.alive and not self._stopped:
             return container
         if container is not None:
             await container.check()
-        async with self._changing:  # another command may have found the same, and be at it
+        async with self._changing:  # another command may be starting it
             container = self._container()
             if container is not None and container.alive:
                 return container
-            await self._bundle.drop(self._watch)
+            await self._dir.drop(self._watch)
             return await self._start_again()
 
     def _check_not_stopped(self) -> None:
@@ -274,9 +236,9 @@ class ApptainerSandbox(SandboxFiles):
 
     def _container(self) -> Container | None:
         self._check_not_stopped()
-        if self._bundle.container is None and not self._at_rest:
+        if self._dir.container is None and not self._at_rest:
             raise SandboxError("the sandbox has no container: its last start failed")
-        return self._bundle.container
+        return self._dir.container
 
     # --- use ----------------------------------------------------------------------------------------------------
 
@@ -308,7 +270,7 @@ class ApptainerSandbox(SandboxFiles):
         """
         container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
-        result = await container.commands.run(
+        return await container.commands.run(
             command,
             cwd=os.path.join(self.workdir, cwd) if cwd else self.workdir,
             env=env,
@@ -317,8 +279,6 @@ class ApptainerSandbox(SandboxFiles):
             limit=self._output_limit if output_limit is None else output_limit,
             on_output=on_output,
         )
-        self._bundle.access.check(result.exit_code)
-        return result
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: a free port). The caller closes it.
@@ -328,7 +288,7 @@ class ApptainerSandbox(SandboxFiles):
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
-        return await listen(await self._alive(), self.exec, self._kit, port)
+        return await listen(await self._alive(), self.exec, self._helper_python, port)
 
     async def control(self) -> str:
         return (await self._alive()).control
@@ -343,8 +303,3 @@ class ApptainerSandbox(SandboxFiles):
             return (await self._alive()).commands
 
         return ShellSession(commands, self.workdir, self._output_limit if output_limit is None else output_limit)
-
-
-async def _discard(bundle: Bundle) -> None:
-    with suppress(OSError):  # what is left is the janitor's
-        await bundle.remove()

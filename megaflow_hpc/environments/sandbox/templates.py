@@ -1,12 +1,12 @@
-"""Which sandboxes are clones, and the template that they are cloned of: one per provider.
+"""Decides which sandboxes are clones, and keeps the template that they are cloned from: one per provider.
 
-Apptainer takes some 80 ms of processor time for a container. So it starts one, the template, and containers are clones
-of its process: in user, mount, pid, ipc and network namespaces of their own, with an overlay of their own.
+Apptainer takes some 80 ms of processor time for a container. So it starts one, the template. Further containers are
+clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and network namespaces.
 
-The template sees the scratch of all sandboxes and has the host's network. So nothing of an image is in it: its root is
-a tree of ours, and its one program is too. The environment that Apptainer finds in an image is learned from the first
-container over it, which Apptainer starts in the usual bounds, on an empty layer, before any command: what one rollout
-does is no part of another's.
+The template sees the scratch of all sandboxes and has the host's network. So it holds nothing of any image: its root is
+an empty tree, and its only program is cloner.py. Apptainer also finds an environment in each image. It is read from the
+first container over the image, which Apptainer starts within the usual bounds. It is read before a command runs and
+only on an empty layer, so no rollout can change the environment of another.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from megaflow_hpc.environments.sandbox.commands.template import Clone, Template
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.environments.sandbox.without import is_without
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
-_LONGEST_ENVIRONMENT = 32768
-"""Bytes of an environment that a request takes."""
+_MAX_ENVIRONMENT_BYTES = 32768
+"""Maximum bytes of an environment, so that a request fits into one message."""
 
 _KERNEL = (5, 9)
-"""Linux has pidfds, openat2 and close_range from here on."""
+"""The first Linux with pidfds, openat2 and close_range."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 _HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
 _PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
 
 Start = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
-"""Takes a sandbox's standard error, and what is called with its first process before that does anything."""
+"""Takes the standard error of a sandbox, and a callback that gets its first process before that does anything."""
 
 _Key = tuple[str, ...]
 """The directories of an unpacked image, the topmost first."""
 
 
-Lesson = asyncio.Future[tuple[str, ...] | None]
-"""The environment of an image, once its first container has shown it; ``None`` if that did not come up."""
+ImageEnvironment = asyncio.Future[tuple[str, ...] | None]
+"""The environment of an image, read from its first container; ``None`` if that container did not start."""
 
 
 @dataclass
@@ -62,12 +63,12 @@ class _Kept:
 
 
 class Templates:
-    """The template of one provider, another if it has ended, and what is known of images.
+    """The template of one provider, and the environments of images. A template that has ended is replaced.
 
     Args:
-        own: the provider's directory; a template gets one in it, as a sandbox does.
-        visible: directories below which layers and unpacked images lie; a template sees no other of the host's.
-        scratch: where the interpreter that templates run lies.
+        own: the provider's directory; a template gets a directory in it, as a sandbox does.
+        visible: directories that hold layers and unpacked images; a template sees no other directory of the host.
+        scratch: the directory of the interpreter that templates run.
     """
 
     def __init__(self, own: Path, visible: Sequence[Path], apptainer: str, scratch: Path, timeout_s: float) -> None:
@@ -77,59 +78,63 @@ class Templates:
         self._apptainer = apptainer
         self._scratch = scratch
         self._timeout_s = timeout_s
-        self._environments: dict[_Key, Lesson] = {}
+        self._environments: dict[_Key, ImageEnvironment] = {}
         self._kept: _Kept | None = None
         self._number = 0
         self._supported: bool | None = None
         self._seen: dict[_Key, bool] = {}
-        """Unpacked image → whether a template sees it; looked at once, as an image may have hundreds of directories."""
+        """Unpacked image → whether a template sees it. An image may have hundreds of directories, so this is kept."""
         self.refused: dict[_Key, str] = {}
-        """Unpacked image → why no sandbox can be cloned over it; Apptainer starts each by itself then."""
+        """Unpacked image → why no sandbox can be cloned over it. Apptainer starts these sandboxes."""
 
-    def lesson(self, access: Access, spec: SandboxSpec, mounted: Overlay | None) -> Lesson | None:
-        """Returns what is to be given to :meth:`learn` when Apptainer has started a container on an empty layer;
-        ``None`` where there is nothing to learn. Others who ask for clones over the image wait for that."""
+    def expect_environment(self, access: Access, spec: SandboxSpec, mounted: Overlay | None) -> ImageEnvironment | None:
+        """Returns a future for :meth:`read_environment`, to be called when the first container over an image runs.
+
+        Starts of clones over the image wait for it. Returns ``None`` if nothing needs to be read.
+        """
         key = _key(access)
-        if way() == "apptainer" or mounted is None or key in self.refused or key in self._environments:
+        if is_without("clones") or mounted is None or key in self.refused or key in self._environments:
             return None
         if not self._possible(access, spec):
             return None
-        lesson: Lesson = asyncio.get_running_loop().create_future()
-        self._environments[key] = lesson
-        return lesson
+        environment: ImageEnvironment = asyncio.get_running_loop().create_future()
+        self._environments[key] = environment
+        return environment
 
-    def learn(self, access: Access, lesson: Lesson, init: Identity | None) -> None:
-        """Reads the environment that a container began with, before it has run a command; ``None``: it has none.
+    def read_environment(self, access: Access, environment: ImageEnvironment, init: Identity | None) -> None:
+        """Reads the environment that a container started with, before it runs a command.
 
-        It is what its image says, as good as anything else in the image; and no larger than is sent.
+        Args:
+            environment: the future of :meth:`expect_environment`, which gets the result.
+            init: the container's first process; ``None`` if it did not start.
         """
         try:
             if init is None:
-                raise OSError("the container did not come up")
+                raise OSError("the container did not start")
             with open(f"/proc/{init.pid}/environ", "rb") as file:
-                data = file.read(_LONGEST_ENVIRONMENT + 1)
+                data = file.read(_MAX_ENVIRONMENT_BYTES + 1)
             if not init.alive():
                 raise OSError("the container has ended")
         except OSError:
             self._environments.pop(_key(access), None)
-            lesson.set_result(None)
+            environment.set_result(None)
             return
-        if len(data) > _LONGEST_ENVIRONMENT:
-            self.refused[_key(access)] = f"its environment has more than {_LONGEST_ENVIRONMENT} bytes"
-            lesson.set_result(None)
+        if len(data) > _MAX_ENVIRONMENT_BYTES:
+            self.refused[_key(access)] = f"its environment has more than {_MAX_ENVIRONMENT_BYTES} bytes"
+            environment.set_result(None)
             return
-        lesson.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))
+        environment.set_result(tuple(entry for entry in os.fsdecode(data).split("\0") if "=" in entry[1:]))
 
     async def find(
         self, access: Access, spec: SandboxSpec, mounted: Overlay | None, control: str, command: Sequence[str]
     ) -> Start | None:
-        """Returns how to start a container as a clone; ``None`` where Apptainer is to start it.
+        """Returns how to start a container as a clone; ``None`` if Apptainer must start it.
 
         Args:
-            mounted: what Apptainer would start over (:meth:`.Access.command_line`).
+            mounted: the overlay that Apptainer would start over (:meth:`.Access.command_line`).
         """
-        lesson = self._environments.get(_key(access))
-        if way() == "apptainer" or mounted is None or lesson is None or _key(access) in self.refused:
+        expected = self._environments.get(_key(access))
+        if is_without("clones") or mounted is None or expected is None or _key(access) in self.refused:
             return None
         if not self._possible(access, spec):
             return None
@@ -142,7 +147,7 @@ class Templates:
         except (SandboxError, OSError) as error:
             self.refuse(access, error)
             return None
-        environment = await asyncio.shield(lesson)
+        environment = await asyncio.shield(expected)
         if environment is None:
             return None
         capabilities = ",".join(str(_CAPABILITIES[name]) for name in ROOT_MAY)
@@ -173,13 +178,11 @@ class Templates:
         return await (await self._running()).clone(words, errors, on_started)
 
     def refuse(self, access: Access, error: Exception, *, layer: bool = False) -> None:
-        """Notes that sandboxes over an image cannot be cloned here; raises ``error`` where they are to be, by hand.
+        """Notes that sandboxes over an image cannot be cloned here.
 
         Args:
-            layer: it may be by what an agent has left in its layer, which says nothing of the image.
+            layer: the cause may be what an agent has left in its layer, so the image is not refused.
         """
-        if way() == "clone":
-            raise error
         if not layer:
             self.refused[_key(access)] = str(error)
 
@@ -191,7 +194,6 @@ class Templates:
             spec.as_root
             and not spec.nested
             and not spec.fakeroot
-            and access.form == "tree"
             and access.namespace is None
             and self._seen[key]
             and self._sees(bind.split(":")[0] for bind in spec.binds)
@@ -210,7 +212,7 @@ class Templates:
 
     async def _start(self, template: Template, directory: Path) -> None:
         await asyncio.to_thread(self._lay_out, directory)
-        # Only our program runs in it; that makes user namespaces, and needs the host's network for those who do.
+        # Only cloner.py runs in it. It makes user namespaces, and clones with network "host" need the host's network.
         binds = tuple(f"{visible}:{visible}" for visible in self._visible)
         root = str(directory / "root")
         spec = SandboxSpec(root, network="host", nested=True, processes=None, binds=binds)
@@ -222,7 +224,7 @@ class Templates:
             control=str(directory / "control"),
             command=(*_PROGRAM, f"{CONTROL_DIR}/cloner.py"),
         )
-        # Who maps uid 0 of a namespace below must have it; the clones do not.
+        # Mapping uid 0 of a namespace below needs this capability; the clones do not get it.
         argv[argv.index("--add-caps") + 1] += ",CAP_SETFCAP"
         argv[argv.index("--add-caps") : argv.index("--add-caps")] = ["--env", f"PYTHONHOME={_HOME}"]
 
@@ -243,14 +245,14 @@ class Templates:
             raise
 
     def _lay_out(self, directory: Path) -> None:
-        kit = helper_python.kit(self._scratch)
+        interpreter = helper_python.prepare(self._scratch)
         for name in ("", "tmp", "control", "root"):
             os.mkdir(directory / name, 0o700)
         places = (*MOUNT_POINTS, CONTROL_DIR, *map(str, self._visible))
         for place in places:
             os.makedirs(directory / "root" / place.lstrip("/"), exist_ok=True)
         (directory / "root" / "etc" / "resolv.conf").touch()
-        helper_python.lay(kit, directory / "control")
+        helper_python.link_into(interpreter, directory / "control")
         program = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("cloner.py").read_bytes()
         (directory / "control" / "cloner.py").write_bytes(program)
 
@@ -265,18 +267,6 @@ class Templates:
     async def close(self) -> None:
         """Ends the template. Idempotent."""
         await self._drop()
-
-
-def way() -> str:
-    """Returns how sandboxes start: ``auto``, or what ``MEGAFLOW_SANDBOX_START`` (apptainer, clone) decides by hand.
-
-    Raises:
-        ConfigError: it has another value.
-    """
-    named = os.environ.get("MEGAFLOW_SANDBOX_START", "auto")
-    if named not in ("auto", "apptainer", "clone"):
-        raise ConfigError(f"MEGAFLOW_SANDBOX_START={named}: expected apptainer, clone or auto")
-    return named
 
 
 @functools.cache

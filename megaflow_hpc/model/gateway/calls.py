@@ -12,13 +12,12 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
-from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway import protocols, stream
-from megaflow_hpc.model.gateway.connection import Place
 from megaflow_hpc.model.gateway.conversations import Asked
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
 from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
 from megaflow_hpc.model.gateway.engine_call import Refused, choices
+from megaflow_hpc.model.gateway.engine_client import Place
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
@@ -33,6 +32,7 @@ from megaflow_hpc.model.gateway.http_messages import (
 from megaflow_hpc.model.gateway.meaning import digest
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout, OverBudget
 from megaflow_hpc.model.gateway.replay import Replay, body_of
+from megaflow_hpc.model.offload import offload
 from megaflow_hpc.types import Sampling
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Calls:
         if rollout.suspended:
             raise self._refusal(rollout)
         path = COMPLETIONS if endpoint == "/completions" else CHAT
-        asked = await aside(size, self._asked, rollout, path, dialect.request, body)
+        asked = await offload(size, self._asked, rollout, path, dialect.request, body)
         free = self._is_free(rollout, asked)
         try:
             async with rollout.reserved(asked, choices(asked)) as limit:
@@ -140,7 +140,7 @@ class Calls:
         asked: Admitted,
     ) -> web.StreamResponse:
         """Sends the engine's answer to the agent, whole or as a stream."""
-        async with rollout.share.answer() as place:
+        async with rollout.quota.large_answer() as place:
             if not body.get("stream"):
                 reply = await self._answer(rollout, path, asked, place)
                 return await send_json(request, reply.size, lambda: dialect.answer(reply.body, body))
@@ -153,8 +153,8 @@ class Calls:
 
     async def count(self, rollout: OpenRollout, body: dict[str, Any], size: int) -> web.Response:
         """Counts the tokens of a prompt; nothing is recorded."""
-        asked = await aside(size, self._asked, rollout, CHAT, messages.conversation, body)
-        async with rollout.share.answer() as place:
+        asked = await offload(size, self._asked, rollout, CHAT, messages.conversation, body)
+        async with rollout.quota.large_answer() as place:
             tokens, *_ = await self._call(rollout, CHAT, asked, protocols.count, size, place)
         return json_response({"input_tokens": tokens})
 
@@ -187,11 +187,11 @@ class Calls:
         """Returns the engine's answer to a chat or plain request, and records it."""
         asked, size, free = call.request, call.size, call.free
         recorder, policy = rollout.recorder, self._policy(rollout, asked)
-        conversation = await aside(size, recorder.restore, asked.get("messages") or (), policy)
+        conversation = await offload(size, recorder.restore, asked.get("messages") or (), policy)
         if path == CHAT:
             asked["messages"] = list(conversation)
         rollout.set_seed(asked)
-        known = await aside(size, digest, list(conversation), size)
+        known = await offload(size, digest, list(conversation))
         if policy in self._replays:
             return protocols.Answer(self._replayed(rollout, policy, path, asked, conversation, known))
         task = asyncio.current_task()

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.model.api import RENDER, TEXTS
-from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.engine_answer import ids
 from megaflow_hpc.model.gateway.dialects.base import reasoning_of
 from megaflow_hpc.model.gateway.engine_call import Call, Refused
 from megaflow_hpc.model.gateway.recorder import Tip
+from megaflow_hpc.model.offload import offload
 
 _TRIES = 4
 """Sequences that one call with ``thoughts: keep`` compares with, if its prompt extends no recorded rendering."""
@@ -34,7 +34,7 @@ _SEED = 16
 async def continued(call: Call, rendered: array[int]) -> array[int]:
     """Returns the prompt to send for a rendering. Raises as :meth:`Call.post` does, or if a reply is incomplete."""
     messages, recorder = call.body.get("messages") or (), call.recorder
-    found = await aside(call.size, recorder.tip, rendered, messages, call.policy)
+    found = await offload(call.size, recorder.tip, rendered, messages, call.policy)
     if found is None:
         return await _kept(call, rendered, messages) if call.keep_thoughts else rendered
     sequence, tip = found
@@ -58,7 +58,7 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
 
 async def _kept(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
     """Returns a prompt that keeps the sampled answers, although the template now renders earlier turns differently."""
-    for sequence, tip in await aside(call.size, call.recorder.answered, messages, call.policy, _TRIES):
+    for sequence, tip in await offload(call.size, call.recorder.answered, messages, call.policy, _TRIES):
         if await _rendered(call, messages[: tip.messages]) == tip.rendered:
             tail = await _tail(call, rendered, messages, tip)
             return sequence.tokens[: tip.end] + tail if tail else rendered
@@ -107,7 +107,7 @@ async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str
     said = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]
     changed[tip.messages] = {"role": "assistant", "content": "B" if said.endswith("A") else "A"}
-    common = await aside(call.size, _common_end, rendered, await _rendered(call, changed))
+    common = await offload(call.size, _common_end, rendered, await _rendered(call, changed))
     tail = rendered[len(rendered) - common :]
     if tip.stop is None:
         return tail

@@ -1,4 +1,4 @@
-"""One request of an agent at one engine server: posted, and what comes back told apart by who is at fault."""
+"""Posts an agent's request to one engine server, and decides who is at fault if it fails."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from megaflow_hpc.model.api import CHAT, RENDER, WEIGHT_VERSION
-from megaflow_hpc.model.aside import aside
-from megaflow_hpc.model.gateway.connection import Broken, Connections, Crowded, Place, TooLong
+from megaflow_hpc.model.gateway.engine_client import Broken, Crowded, EngineClient, Place, TooLong
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.json_pieces import TooMuch
-from megaflow_hpc.model.json_text import ANSWER, LARGE, decoded, encoded, packed
+from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, packed
+from megaflow_hpc.model.offload import offload
 from megaflow_hpc.types import Sampling
 
 RETRIED = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which the server is at fault, not the request: another server may answer."""
 _MAX_REFUSAL = 64 * 2**10
-"""Bytes of a refusal that an agent is shown."""
+"""Bytes of a refusal that the agent gets."""
 _VERSION_DIGITS = 9
 FORBIDDEN = frozenset({401, 403})
-"""Of these, those by which an engine, and not its proxy, may mean the request."""
+"""Statuses of these that blame the request if the engine sent them, and the key if its proxy did."""
 
 
 class Reply(dict[str, Any]):
@@ -30,11 +29,11 @@ class Reply(dict[str, Any]):
 
     weight_version: int = 0
     size: int = 0
-    """Bytes that it was."""
+    """Bytes that the server sent."""
 
 
 class Refused(Exception):
-    """The engine refused a request as wrong (4xx); the agent is told so as it is."""
+    """The engine refused a request as wrong (4xx). The agent gets the refusal unchanged."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}")
@@ -51,9 +50,9 @@ class Unavailable(Exception):
 
 
 class Doubtful(Exception):
-    """The server is there and gave a whole answer that is none: either may be at fault.
+    """The server gave a whole but unusable answer: the server or the request may be at fault.
 
-    It must not rest for it: one agent could keep all others from it.
+    The server must not rest because of it. Otherwise, one agent could keep all others from the server.
     """
 
     def __init__(self, message: str, again: bool = True, by_request: bool = False) -> None:
@@ -61,11 +60,11 @@ class Doubtful(Exception):
         self.again = again
         """Whether the same server may do better at the same request."""
         self.by_request = by_request
-        """Whether the request asked for such an answer: that it is none is no failure of the service."""
+        """True if the request asked for such an answer. Then the service has not failed."""
 
 
 async def post(
-    connections: Connections,
+    client: EngineClient,
     server: Server,
     path: str,
     body: Mapping[str, Any],
@@ -77,18 +76,18 @@ async def post(
     """Posts one JSON request to ``server`` and returns its answer.
 
     Args:
-        size: Bytes of what the agent asked, by which the request is known to be large.
-        place: Awaited before a large answer is taken in.
-        by_request: Whether the agent's request is one to which answers may be larger than can be taken in.
+        size: Bytes of the agent's request, about the size of ``body``.
+        place: Awaited before a large answer is read.
+        by_request: Whether the agent's request may have answers larger than the limits.
 
     Raises:
         Refused: The request is at fault.
-        Doubtful: The engine failed at the request, refuses it as not allowed, or answers more than can be taken in.
-        Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, no JSON.
+        Doubtful: The engine failed at the request, refuses it as not allowed, or exceeds the limits on answers.
+        Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or an answer that is not JSON.
     """
-    request = await aside(size, encoded if size > LARGE else _whole, body)
+    request = await offload(size, packed, body)
     try:
-        response = await connections.post(
+        response = await client.post(
             server.url + path,
             request,
             key=server.key,
@@ -112,7 +111,7 @@ async def post(
             raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
         raise Refused(status, bytes(raw[:_MAX_REFUSAL]))
     try:
-        found = await aside(len(raw), decoded, raw, ANSWER)
+        found = await offload(len(raw), decoded, raw, ANSWER)
     except TooMuch as error:
         said = f"{server.name}: the answer holds {error}"
         raise Doubtful(said, again=False, by_request=by_request) from error
@@ -144,10 +143,6 @@ def multiplied(body: Mapping[str, Any]) -> bool:
     return choices(body) > 1 or bool(body.get("top_logprobs")) or (body.get("logprobs") or 0) > 1
 
 
-def _whole(body: Mapping[str, Any]) -> list[bytes]:
-    return [packed(body)]
-
-
 def retry_after_s(value: str) -> float:
     """Returns the seconds that a ``Retry-After`` header asks for, of either form (RFC 9110); 0 for any other text."""
     try:
@@ -161,7 +156,7 @@ def retry_after_s(value: str) -> float:
 class Call(NamedTuple):
     """One request of an agent, at one server."""
 
-    connections: Connections
+    client: EngineClient
     server: Server
     path: str
     body: Mapping[str, Any]
@@ -171,7 +166,7 @@ class Call(NamedTuple):
     size: int = 0
     """Bytes of the agent's request."""
     place: Place | None = None
-    """Awaited before a large answer is taken in."""
+    """Awaited before a large answer is read."""
     keep_thoughts: bool = False
     """Keep earlier answers in the prompt as they were sampled, even if the chat template changes them."""
     sampling: Sampling = Sampling()
@@ -181,19 +176,19 @@ class Call(NamedTuple):
 
     @property
     def chat(self) -> bool:
-        """Whether a chat completion is asked for, and no plain one."""
+        """True if the call asks for a chat completion, false for a plain one."""
         return self.path == CHAT
 
     @property
     def choices(self) -> int:
-        """Answers that are asked for at once."""
+        """Answers that the call asks for."""
         return choices(self.body)
 
     async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
         """Posts one JSON request of the call, which has ``size`` bytes of an answer; raises as :func:`post` does."""
         place = None if path == RENDER else self.place  # a rendered prompt is as long as the prompt that was let in
         larger, asked = max(self.size, size), multiplied(self.body)
-        return await post(self.connections, self.server, path, body, self.timeout_s, larger, place, asked)
+        return await post(self.client, self.server, path, body, self.timeout_s, larger, place, asked)
 
     async def complete(self, **changes: Any) -> Reply:
         """Posts the request itself with ``changes``; raises as :func:`post` does.

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT
-from megaflow_hpc.model.gateway.connection import Connections, Place
 from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Unavailable
+from megaflow_hpc.model.gateway.engine_client import EngineClient, Place
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.recorder import Recorder
@@ -66,16 +66,15 @@ class Caller:
         self.wait_s, self.request_timeout_s, self._keep_thoughts = wait_s, request_timeout_s, frozenset(keep_thoughts)
         self.limits = limits or CallLimits()
         self.router = Router()
-        self._connections = Connections()
+        self._client = EngineClient()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the list of servers and closes idle connections to others."""
+        """Replaces the list of servers."""
         self.router.update(records)
-        self._connections.close_idle(keep={(s.url, s.fingerprint) for s in self.router.all()})
 
-    def close(self) -> None:
-        """Closes all idle connections."""
-        self._connections.close()
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.close()
 
     async def call(
         self,
@@ -112,7 +111,7 @@ class Caller:
         def at(server: Server) -> Call:
             of_policy = sampling or Sampling()
             return Call(
-                *(self._connections, server, path, body, timeout_s, recorder, policy, size, place),
+                *(self._client, server, path, body, timeout_s, recorder, policy, size, place),
                 keep_thoughts=keep,
                 sampling=of_policy,
                 limit=limit,

@@ -10,22 +10,21 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megaflow_hpc.model.aside import ASIDE, aside
-from megaflow_hpc.model.json_text import decoded, effort, encoded, packed
-from megaflow_hpc.model.request_body import BadBody, read_body
+from megaflow_hpc.model.http_server import BadBody, read_body
+from megaflow_hpc.model.json_text import decoded, effort, packed
+from megaflow_hpc.model.offload import offload
 
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
 """Types of errors that a client's retries do not help against."""
 TAKEN_S = 60.0
-"""Seconds in which an agent has to take an answer: others of its rollout may wait for that."""
+"""Seconds for an agent to read an answer: other calls of its rollout may wait for that."""
 TOO_MANY = "too_many_connections"
-MAX_BODY = 64 * 2**20
+MAX_BODY = 32 * 2**20
 """Bytes of one request's body."""
 MAX_UNTOLD = 8 * 2**20
-"""Bytes of one whose length is not told beforehand, or that is compressed."""
-
+"""Bytes of a body without a ``Content-Length``, or of a compressed one."""
 FIELDS = 1000
 """Fields of one request."""
 
@@ -53,28 +52,22 @@ async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]
     """Answers with what ``body`` returns, as JSON.
 
     Args:
-        size: Bytes that it is about; a large one is made beside the loop, and sent in parts.
+        size: Bytes that the engine sent.
     """
-    if size <= ASIDE:
-        return json_response(body())
-    parts = await aside(size, lambda: encoded(body()))
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    response.content_length = sum(map(len, parts))
+    response = web.Response(body=await offload(size, lambda: packed(body())), content_type="application/json")
     async with taken(request):
         await response.prepare(request)
-        for part in parts:
-            await response.write(part)
         await response.write_eof()
     return response
 
 
 @asynccontextmanager
 async def taken(request: web.BaseRequest) -> AsyncIterator[None]:
-    """Ends the connection of an agent that has left, or does not take within :data:`TAKEN_S` what is written inside."""
+    """Closes the connection of an agent that has left, or that does not read what is written in :data:`TAKEN_S`."""
     try:
         async with asyncio.timeout(TAKEN_S):
             yield
-    except (TimeoutError, ConnectionResetError):  # there is nobody to tell
+    except (TimeoutError, ConnectionResetError):
         if request.transport is not None:
             request.transport.abort()
 
@@ -87,7 +80,7 @@ def bearer_key(request: web.BaseRequest) -> bytes:
 
 
 def body_size(request: web.BaseRequest) -> int:
-    """Returns the bytes to reckon with for a request's body before it is read.
+    """Returns the most bytes that a request's body may have, before it is read.
 
     Raises:
         CallError: More than :data:`MAX_BODY`.
@@ -101,15 +94,17 @@ def body_size(request: web.BaseRequest) -> int:
 
 
 async def read_object(request: web.BaseRequest, most: int) -> tuple[dict[str, Any], int]:
-    """Returns a request's body of at most ``most`` bytes, and how many it had, by the time that these take.
+    """Reads a request's body of at most ``most`` bytes. Returns its JSON object and its estimated size.
+
+    The size is :func:`~megaflow_hpc.model.json_text.effort`.
 
     Raises:
-        CallError: It is no JSON object, too long, or has too many values.
+        CallError: The body is not a JSON object, is too long, or has too many values.
     """
     try:
         raw = await read_body(request, most)
         size = effort(raw)
-        body = await aside(size, decoded, raw)
+        body = await offload(size, decoded, raw)
     except BadBody as error:
         raise CallError(error.status, str(error)) from None
     except (ValueError, RecursionError) as error:

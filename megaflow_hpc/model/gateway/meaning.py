@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from megaflow_hpc.model.json_text import LARGE, decoded, encoded, packed
+from megaflow_hpc.model.json_text import LARGE, decoded, packed
 from megaflow_hpc.texts import containers_at
 
 RAW_ARGUMENT = "input"
@@ -18,23 +18,13 @@ DEPTH = 64
 """Arrays and objects within one another in a tool call's arguments."""
 
 
-def digest(messages: Any, size: int = 0) -> str:
-    """Returns a digest of a conversation in OpenAI form, independent of the order of keys.
-
-    Args:
-        messages: The conversation.
-        size: Its bytes, if it may be large.
-    """
-    found = hashlib.blake2b(digest_size=12)
-    if size > LARGE:
-        for part in encoded(messages, sort_keys=True):
-            found.update(part)
-        return found.hexdigest()
+def digest(messages: Any) -> str:
+    """Returns a digest of a conversation in OpenAI form, independent of the order of keys."""
     try:
-        found.update(orjson.dumps(messages, option=orjson.OPT_SORT_KEYS))
+        text = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # half a surrogate pair, or numbers as keys
-        found.update(repr(messages).encode("utf-8", "backslashreplace"))
-    return found.hexdigest()
+        text = repr(messages).encode("utf-8", "backslashreplace")
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -48,7 +38,7 @@ def fingerprint(message: Mapping[str, Any]) -> str:
     content = found.get("content")
     if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
         found["content"] = content[0]["text"]
-    return digest(found, sum(map(len, _texts(message))))
+    return digest(found)
 
 
 def meaning(message: Mapping[str, Any]) -> str:
@@ -62,11 +52,7 @@ def meaning(message: Mapping[str, Any]) -> str:
     ]
     stripped = content.strip() if isinstance(content, str) else content
     said = [message.get("role"), stripped, calls]
-    large = sum(map(len, _texts(message))) > LARGE
-    found = hashlib.blake2b(digest_size=16)
-    for part in encoded(said, sort_keys=True) if large else [packed(said, sort_keys=True)]:
-        found.update(part)
-    return found.hexdigest()
+    return hashlib.blake2b(packed(said, sort_keys=True), digest_size=16).hexdigest()
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
@@ -102,18 +88,6 @@ def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
             return False
     bare = {"tool_calls": None}
     return meaning({**message, **bare}) == meaning({**answer, **bare})
-
-
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    """Returns those texts of a message that may be long."""
-    content = message.get("content")
-    found: list[Any] = [content]
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, Mapping):
-            found += [part.get("text"), (part.get("image_url") or {}).get("url")]
-    found += [call.get("function", {}).get("arguments") for call in message.get("tool_calls") or ()]
-    found += [message.get("reasoning"), message.get("reasoning_content")]
-    return [text for text in found if isinstance(text, str)]
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY
 from megaflow_hpc.model.gateway.recorder import Recorder
-from megaflow_hpc.model.gateway.share import Share
+from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
 from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
@@ -40,7 +40,7 @@ class OpenRollout:
     """Checks whether the service answers another request than the failed one; ``None``: it is known not to."""
     listener: socket.socket | None = None
     """The one inside the sandbox, where it has a network of its own."""
-    share: Share = field(default_factory=lambda: Share(MAX_BODY))
+    quota: RolloutQuota = field(default_factory=lambda: RolloutQuota(MAX_BODY))
     in_flight: int = 0
     """Calls that have arrived and are not answered."""
     seed: int = -1

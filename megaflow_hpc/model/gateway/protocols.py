@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
-from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.engine_answer import check, check_size, ids, scores
 from megaflow_hpc.model.gateway.continuation import continued
 from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Reply, multiplied, weight_version
 from megaflow_hpc.model.gateway.recorder import Sample
-from megaflow_hpc.model.json_pieces import TooMuch
+from megaflow_hpc.model.json_text import TooMuch
+from megaflow_hpc.model.offload import offload
 
 T = TypeVar("T")
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
@@ -116,7 +116,7 @@ async def split(call: Call) -> Answer:
         return await plain(call)
     lacking = "an answer of render, generate or derender lacks a part"
     try:
-        rendered, sampling = await aside(request.size, ids, request["token_ids"]), dict(request["sampling_params"])
+        rendered, sampling = await offload(request.size, ids, request["token_ids"]), dict(request["sampling_params"])
         prompt = rendered if request.get("features") else await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
             sampling["max_tokens"] += len(rendered) - len(prompt)  # it was all the room that the rendered prompt left
@@ -125,7 +125,7 @@ async def split(call: Call) -> Answer:
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
     except _WRONG as error:
         raise Doubtful(f"{server.name}: {lacking} ({error!r})", again=False) from error
-    told = await aside(len(prompt), prompt.tolist)
+    told = await offload(len(prompt), prompt.tolist)
     generate = {**request, "token_ids": told, "sampling_params": sampling, "stream": False}
     generated = await call.post(GENERATE, generate, request.size)
     choice, tokens, scored, spans = await _read(call, generated, lacking, _generated, generated)
@@ -171,7 +171,7 @@ def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[floa
 async def _read(call: Call, reply: Reply, wrong: str, read: Callable[..., T], *args: Any) -> T:
     """Returns what is read in an answer, beside the loop if it is large; raises :class:`Doubtful` where it is none."""
     try:
-        return await aside(reply.size, read, *args)
+        return await offload(reply.size, read, *args)
     except _WRONG as error:
         why, asked = f"{call.server.name}: {wrong} ({error!r})", isinstance(error, TooMuch) and multiplied(call.body)
         raise Doubtful(why[:_SAID], again=False, by_request=asked) from error

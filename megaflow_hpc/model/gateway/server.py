@@ -32,7 +32,6 @@ from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.address import LOOPBACK
-from megaflow_hpc.model.aside import asker
 from megaflow_hpc.model.gateway.calls import Calls
 from megaflow_hpc.model.gateway.dialects import DIALECTS, dialect_of
 from megaflow_hpc.model.gateway.failover import Caller
@@ -59,7 +58,7 @@ from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 __all__ = ["SEEDS", "ModelGateway"]
 
 LOG = logging.getLogger(__name__)
-CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """Connections that one rollout may have to its gateway."""
 
 
@@ -115,7 +114,7 @@ class ModelGateway:
     async def start(self) -> None:
         """Listens; sets ``port``."""
         self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(self._handle, LOG, of_one=CONNECTIONS)
+        self._server = HttpServer(self._handle, LOG, max_per_owner=MAX_CONNECTIONS)
         listener = socket.create_server((self.host, 0))
         self.port = listener.getsockname()[1]
         self._server.listen(listener)
@@ -126,7 +125,7 @@ class ModelGateway:
             for token in self._by_token:
                 self._server.release(token)  # nobody waits for what is in flight
             await self._server.stop()
-        self._caller.close()
+        await self._caller.close()
         self._server = self._loop = None
 
     async def open(
@@ -163,7 +162,7 @@ class ModelGateway:
         sandbox_url = ""
         if listener is not None:
             rollout.listener = listener
-            self._server.listen(listener, peer=f"the sandbox of {rollout_id}")
+            self._server.listen(listener)
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
         return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
@@ -261,8 +260,7 @@ class ModelGateway:
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
                 raise CallError(401, "no such rollout, or not its key", "authentication_error")
             if not self._server.admit(request, rollout.token):
-                raise CallError(429, f"this rollout has {CONNECTIONS} connections in use", TOO_MANY)
-            asker.set(rollout.token)
+                raise CallError(429, f"this rollout has {MAX_CONNECTIONS} connections in use", TOO_MANY)
             return await self._dispatch(rollout, request, "/" + parts[3])
         except (CallError, RecursionError) as error:
             failure: Exception = error
@@ -282,7 +280,7 @@ class ModelGateway:
         completes, counts = endpoint in DIALECTS, endpoint == "/messages/count_tokens"
         if endpoint != path and request.method == "POST" and (completes or counts):
             size = body_size(request)
-            async with rollout.share.turn(size):
+            async with rollout.quota.turn(size):
                 body, size = await read_object(request, size)
                 if counts:
                     return await self._calls.count(rollout, body, size)

@@ -14,11 +14,11 @@ from typing import Any
 
 from aiohttp import web
 
-from megaflow_hpc.model.aside import aside
 from megaflow_hpc.model.gateway.dialects import Event
 from megaflow_hpc.model.gateway.http_messages import taken
 from megaflow_hpc.model.gateway.protocols import Answer
-from megaflow_hpc.model.json_text import LARGE, encoded, packed
+from megaflow_hpc.model.json_text import packed
+from megaflow_hpc.model.offload import offload
 
 QUIET_S = 20.0
 """Seconds of waiting after which a comment is sent."""
@@ -51,31 +51,24 @@ async def send(
                 await response.write(b": still working\n\n")
             try:
                 reply = work.result()
-                parts = await aside(reply.size, lambda: _parts(events(reply.body), reply.size))
+                body = await offload(reply.size, lambda: _encoded(events(reply.body)))
             except Exception as error:
                 if not response.prepared:
                     raise
-                parts = [encode(*failed(error))]
+                body = encode(*failed(error))
             async with taken(request):
                 if not response.prepared:
                     await response.prepare(request)
-                for part in parts:
-                    await response.write(part)
+                await response.write(body)
                 await response.write_eof()
         return response
     finally:
         work.cancel()
 
 
-def _parts(events: Iterator[Event], size: int) -> list[bytes]:
-    """Encodes the events of an answer: a small one in one part, so that it is one packet."""
-    if size <= LARGE:
-        return [b"".join(encode(*event) for event in events)]
-    found = []
-    for name, data in events:
-        body = [data.encode()] if isinstance(data, str) else encoded(data)
-        found += [f"event: {name}\ndata: ".encode() if name else b"data: ", *body, b"\n\n"]
-    return found
+def _encoded(events: Iterator[Event]) -> bytes:
+    """Encodes the events of an answer. They are written at once, so that a small answer is one packet."""
+    return b"".join(encode(name, data) for name, data in events)
 
 
 def encode(name: str, data: Any) -> bytes:

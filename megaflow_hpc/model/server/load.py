@@ -11,6 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+QUEUE_LENGTH = 4.0
+"""Mean number of requests in an engine's queue from which another server is added, if they also wait long."""
+QUEUE_WAIT_S = 10.0
+"""Mean waiting time in seconds of the last queued request from which another server is added."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -27,7 +32,7 @@ def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int
     """Returns the number of servers that a policy should have.
 
     Args:
-        count: The campaign's ``servers`` section: ``min``, ``max``, ``queue``, ``wait_s``.
+        count: The campaign's ``servers`` section: ``min`` and ``max``.
         loads: One per server that answers now.
         asking: Whether rollouts of the policy are left to run.
     """
@@ -38,6 +43,6 @@ def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int
         return max(1, int(count["min"]))
     waiting = sum(load.waiting for load in loads) / len(loads)
     seconds = sum(load.wait_s for load in loads) / len(loads)
-    if waiting >= count["queue"] and seconds >= count["wait_s"]:
+    if waiting >= QUEUE_LENGTH and seconds >= QUEUE_WAIT_S:
         return min(int(count["max"]), len(loads) + max(1, len(loads) // 2))
     return max(len(loads), 1)

@@ -29,12 +29,10 @@ import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
-from megaflow_hpc.model.aside import aside, asker
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.http_server import HttpServer
-from megaflow_hpc.model.json_pieces import TooMuch
-from megaflow_hpc.model.json_text import check_values, decoded, encoded
-from megaflow_hpc.model.request_body import BadBody, read_body
+from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
+from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, packed
+from megaflow_hpc.model.offload import offload
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.weights import Version
 
@@ -102,7 +100,7 @@ class Proxy:
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         """Listens, with TLS where there is a ``context``; sets ``port``."""
-        self._server = HttpServer(self._handle, LOG, of_one=sys.maxsize)
+        self._server = HttpServer(self._handle, LOG, max_per_owner=sys.maxsize)
         listener = socket.create_server((self.host, 0))
         self.port = listener.getsockname()[1]
         self._server.listen(listener, context)
@@ -206,8 +204,8 @@ class Proxy:
             tenant = self.tenants.user(given.decode())
         if not is_model and not is_admin and tenant is None:
             return _refuse(401, "no key, or a wrong one")
-        asker.set(CAMPAIGN if tenant is None else f"user {tenant}")
-        if not self._server.admit(request, asker.get()):
+        owner = CAMPAIGN if tenant is None else f"user {tenant}"
+        if not self._server.admit(request, owner):
             answer = _refuse(429, "too many connections with this key")
             answer.force_close()
             return answer
@@ -244,16 +242,17 @@ class Proxy:
             return _refuse(415, "no compressed bodies")
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
         headers |= self._headers(engine)
+        body: bytes | bytearray
         try:
             body = await read_body(request, MAX_BODY if tenant is None else MAX_TENANT_BODY)
             if tenant is not None:
-                await aside(len(body), check_values, body)
+                await offload(len(body), check_bounds, body)
         except BadBody as error:
             return _refuse(error.status, str(error))
         except TooMuch as error:
             return _refuse(400, f"the request's body: {error}")
         if body and self.serving.adapter_name and (request.method, request.path) in SAMPLING:
-            body = await aside(len(body), _with_model, body, self.serving.adapter_name)
+            body = await offload(len(body), _with_model, body, self.serving.adapter_name)
         try:
             async with session.request(
                 request.method,
@@ -290,7 +289,7 @@ def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
     """Sets the ``model`` of a request; a body that is no JSON object is returned as it is."""
     try:
         request = decoded(body)
-        return b"".join(encoded({**request, "model": model})) if isinstance(request, dict) else body
+        return packed({**request, "model": model}) if isinstance(request, dict) else body
     except (ValueError, RecursionError):
         return body
 

@@ -48,14 +48,14 @@ class Tenants:
 
     Args:
         pool: Lists the members' keys.
-        caps: The campaign's ``pool`` section: ``at_once``, ``in_flight``, ``requests_per_s``, and of single ``users``.
+        caps: The campaign's ``pool`` section: ``in_flight``, ``requests_per_s``, and of single ``users``.
     """
 
     def __init__(self, pool: EnginePool, caps: Mapping[str, Any]) -> None:
         self._pool, self._caps = pool, caps
         self._user_of: dict[str, str] = {}
         self._caps_of: dict[str, _Caps] = {}
-        self._queue = FairQueue(caps.get("at_once") or AT_ONCE)
+        self._queue = FairQueue(AT_ONCE)
         self._listed = -REFRESH_S
 
     def user(self, key: str) -> str | None:
@@ -70,8 +70,8 @@ class Tenants:
         return self._user_of.get(digest)
 
     def set_capacity(self, at_once: int) -> None:
-        """Sets how many requests the engine answers at once, 0 if unknown; the pool's own ``at_once`` wins."""
-        self._queue.resize(self._caps.get("at_once") or at_once or AT_ONCE)
+        """Sets how many requests the engine answers at once; 0 if unknown."""
+        self._queue.resize(at_once or AT_ONCE)
 
     @property
     def waiting(self) -> int:

@@ -1,21 +1,21 @@
-"""Decides what becomes of an attempt that ended: stored, retried, or dropped because nobody needs it any more.
+"""Results: an attempt that ended is stored, retried, kept for the next pod, or dropped because it is not needed.
 
-Here causes of failure, groups, copies of stragglers and bad ranks come together; each has its rules in a module of its
-own, and this one carries them out.
+The rules for causes of failure, groups and bad ranks are in modules of their own. This module carries them out.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from megaflow_hpc.pod.master.drain import Drain
 from megaflow_hpc.pod.master.histories import History
+from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.ranks import Ranks
 from megaflow_hpc.pod.master.run_io import RunIo
-from megaflow_hpc.pod.master.run_io_messages import PendingResult
-from megaflow_hpc.pod.master.settings import Pod
+from megaflow_hpc.pod.master.storing import PendingResult
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.failures import TOO_SHORT, Blame, may_retry
@@ -28,15 +28,11 @@ from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import VERIFIED, Status
 
 SIGNAL_S = 1.0
-"""Seconds that the supervisor may need to say why it was signalled, when workers heard of the signal first."""
+"""Seconds that the supervisor may need to write why it was signalled, if workers heard of the signal first."""
 
 
 class Results:
-    """Takes in every attempt that ended, and sees each rollout to its one stored outcome.
-
-    Args:
-        drain: stops starting rollouts, for the reason it is given.
-    """
+    """Takes in every attempt that ended, and brings each rollout to its one stored outcome."""
 
     def __init__(
         self,
@@ -45,38 +41,28 @@ class Results:
         io: RunIo,
         ranks: Ranks,
         estimates: Estimates,
-        drain: Callable[[str], None],
+        drain: Drain,
     ) -> None:
         self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
-        self._copies = pod.scheduling.copies
         self._blame, self._pattern = Blame(), pod.pattern()
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Rollout that was tried and is not stored → what is known of it."""
+        """Histories of the rollouts that were tried and are not stored."""
         self._cut: set[str] = set()
-        """Rollouts that the end of this allocation has cut short."""
-        self._parked: dict[str, Work] = {}
-        """Work that the rules of groups took out of the queue, by rollout id."""
+        """Rollouts that the end of this allocation cut short."""
         self._cancelling: dict[str, str] = {}
-        """Rollout that was told to stop → why."""
-        self._void: set[tuple[int, str]] = set()
-        """(rank, rollout): a result that nobody waits for, the other copy having won."""
+        """Rollouts that must stop, with the reason."""
         self.began: dict[str, float] = {}
         """When each rollout was last started, by the monotonic clock."""
-        self.draining = False
-        self.ending = ""
-        """Why the supervisor ends this pod, a word of the drain file; empty while it does not."""
-        self.paused = ""
-        """Why the pod must not go on; empty while it may."""
         self.stored = 0
         self._failed = 0
 
-    # --- what ended ---
+    # --- ended attempts ---
 
     def ended(self, rank: int, outcome: Outcome) -> None:
-        """Takes in a result from ``rank``; one that nobody waits for is ignored."""
+        """Takes in a result from ``rank``. Ignores a result of an attempt that does not run there."""
         work = self._scheduler.workers.finish(rank, outcome.id)
         if work is None or work.attempt != outcome.attempt:
             return
@@ -85,14 +71,14 @@ class Results:
         self.settle(rank, work, outcome)
 
     def lost(self, rank: int, why: str) -> int:
-        """Settles what ran on a worker rank that is gone; returns how many rollouts that were."""
+        """Settles what ran on a worker rank that is gone. Returns the number of rollouts."""
         lost = self._scheduler.workers.leave(rank)
         for work in lost:
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
         return len(lost)
 
     def refuse(self) -> None:
-        """Fails the queued rollouts that no worker could ever hold."""
+        """Fails the queued rollouts that are too large for every worker."""
         cpus, memory = self._pod.room
         for work in self._scheduler.impossible():
             error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
@@ -100,34 +86,29 @@ class Results:
 
     def settle(self, rank: int, work: Work, outcome: Outcome) -> None:
         """Retries a failure, keeps what was cut short for the next pod, or stores the outcome."""
-        if (rank, outcome.id) in self._void:
-            self._void.discard((rank, outcome.id))
-            return
         why = self._cancelling.get(outcome.id)
         if outcome.status == "cancelled" and why is None:
-            # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
-            # whoever takes it goes on with this rollout.
-            if not self.draining:  # once: the loop stands still meanwhile, and a pod may have many rollouts
-                self.ending = self.ending or self._pod.why_drain(SIGNAL_S) or ""
+            # A drain stopped it, or the step was signalled and the worker heard of that first. The block goes back, and
+            # the pod that takes it continues this rollout.
+            if not self._drain.active:  # wait once only, because the loop waits too
+                self._drain.read_word(SIGNAL_S)
             self._cut_short(work, outcome)
-            self._drain(WHY_DRAIN.get(self.ending, "a rollout was stopped by a signal to the step"))
+            self._drain.begin(WHY_DRAIN.get(self._drain.word, "a rollout was stopped by a signal to the step"))
             return
         if outcome.status == "failed":
             if why is not None:
                 outcome = self.outcome_without_run(work, "", why, "cancelled")
-            elif self._goes_on(rank, work, outcome):
+            elif self._retried(rank, work, outcome):
                 return
         self._end(work, outcome)
 
     def _end(self, work: Work, outcome: Outcome) -> None:
-        """Stores an outcome, and does what follows from it for copies, groups and estimates."""
+        """Stores an outcome, and updates the estimates and the rollout's group."""
         judged = outcome.status in VERIFIED
         if judged:
             before = self.histories.get(outcome.id)
             seconds = outcome.seconds + (before.kept_s if before else 0.0)
             self._estimates.observe(outcome.task_id, outcome.policy, seconds)
-        if self._copies:
-            self._call_off_copies(outcome.id)
         self._cancelling.pop(outcome.id, None)
         self._store(work, outcome)
         if self.grouped:
@@ -138,13 +119,12 @@ class Results:
         self.began.pop(outcome.id, None)
         self._io.store(outcome, work.epoch, work.block)
 
-    def _goes_on(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """Tells whether a rollout that failed has another attempt, here or in the pod that takes its block."""
-        if self.draining:
-            # The engines and sandboxes of an ending job fail; whoever takes the block tries again.
+    def _retried(self, rank: int, work: Work, outcome: Outcome) -> bool:
+        """Retries a rollout that failed, if it may be. Returns whether it has another attempt, here or elsewhere."""
+        if self._drain.active:
+            # The engines and sandboxes of an ending job fail. The pod that takes the block tries again.
             return may_retry((*work.causes, outcome.cause))
-        twin = self._copies and bool(self._scheduler.workers.running_at(outcome.id))
-        if not twin and not self._scheduler.retry(work, outcome.cause, rank):
+        if not self._scheduler.retry(work, outcome.cause, rank):
             return False
         history = self.histories.setdefault(outcome.id, History())
         history.attempts.append(attempt_of(outcome))
@@ -153,12 +133,11 @@ class Results:
         self._pod.events.write(
             AttemptEvent(id=outcome.id, attempt=work.attempt, kind=outcome.cause, error=shown(outcome.error), rank=rank)
         )
-        if not twin:
-            self.groups.requeued(work.rollout.group_id, outcome.id)
+        self.groups.requeued(work.rollout.group_id, outcome.id)
         return True
 
     def outcome_without_run(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
-        """Makes the outcome of an attempt of which nothing came back.
+        """Makes the outcome of an attempt that returned nothing.
 
         Args:
             kind: ``error_kind`` of the trajectory.
@@ -167,28 +146,20 @@ class Results:
         trajectory = Trajectory.begin(work.rollout, work.attempt, status, **known)
         return Outcome.of(trajectory, self.attempts(work.rollout.id))
 
-    # --- what follows ---
+    # --- consequences ---
 
     def _carry_out(self, step: Step) -> None:
-        """Does what the rules of groups ask for."""
-        for rollout in step.park:
+        """Returns and cancels rollouts as the rules of groups ask."""
+        promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
+        self._scheduler.add(replace(work, later=False) for work in promoted if work is not None)
+        for rollout in step.cancel:
             work = self._scheduler.drop(rollout)
             if work is not None:
-                self._parked[rollout] = work
-        again = [self._parked.pop(rollout, None) or self._scheduler.drop(rollout) for rollout in step.unpark]
-        self._scheduler.add(replace(work, later=False) for work in again if work is not None)
-        for rollout in step.cancel:
-            work = self._parked.pop(rollout, None) or self._scheduler.drop(rollout)
-            if work is not None:
                 self._store(work, self.outcome_without_run(work, "", step.why, "cancelled"))
-            for rank in self._scheduler.workers.running_at(rollout):
+            rank = self._scheduler.workers.worker_of(rollout)
+            if rank is not None:
                 self._cancelling[rollout] = step.why
                 self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
-
-    def _call_off_copies(self, rollout: str) -> None:
-        for rank in self._scheduler.workers.running_at(rollout):
-            self._void.add((rank, rollout))
-            self._pod.comm.send(rank, {"op": "cancel", "id": rollout})
 
     def _exclude(self, rank: int, error: str) -> None:
         node = self._ranks.ready.get(rank, "")
@@ -199,22 +170,22 @@ class Results:
     # --- the end of the allocation ---
 
     def attempts(self, rollout: str) -> Sequence[Attempt]:
-        """Returns the attempts at a rollout that ended without a result that counts."""
+        """Returns the earlier attempts at a rollout, which ended without a result that counts."""
         history = self.histories.get(rollout)
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Notes that what still runs is cut short by the end of the allocation; the next one starts it anew."""
+        """Records that the end of the allocation cuts short what still runs. The next one starts it again."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.workers.running_work():
             self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
-        """Notes that an attempt was cut short; a rollout to which that happened too often fails."""
+        """Records that an attempt was cut short. Fails a rollout that was cut short too often."""
         history = self.histories.setdefault(outcome.id, History())
         kind = self._cut_kind(outcome)
-        if not kind:  # its user's decision, and nothing that a rollout could be blamed for
-            outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self.ending) or self.paused)
+        if not kind:  # the user decided so; the rollout is not to blame
+            outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self._drain.word) or self._drain.paused)
         elif outcome.id not in self._cut:
             self._cut.add(outcome.id)
             history.cuts += 1
@@ -229,10 +200,13 @@ class Results:
         history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
 
     def _cut_kind(self, outcome: Outcome) -> str:
-        """Returns ``walltime`` or ``preemption``; empty where it was the user who ended the pod."""
-        if self.ending in ("walltime", "now"):
-            return "walltime" if self.ending == "walltime" else "preemption"
-        return "" if self.ending in WHY_DRAIN or self.paused else outcome.error_kind or "preemption"
+        """Returns ``walltime`` or ``preemption``, empty if the user ended the pod."""
+        word = self._drain.word
+        if word in ("walltime", "now"):
+            return "walltime" if word == "walltime" else "preemption"
+        if word in WHY_DRAIN or self._drain.paused:
+            return ""
+        return outcome.error_kind or "preemption"
 
     def _count_too_short(self, outcome: Outcome, kind: str, history: History) -> None:
         ran_s = time.monotonic() - self.began.get(outcome.id, math.inf)
@@ -242,7 +216,7 @@ class Results:
             history.too_short += 1
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
-        """Returns why a rollout that was cut short fails; empty while it has another attempt."""
+        """Returns why a rollout that was cut short fails, empty while it has another attempt."""
         most = self._pod.scheduling.cuts
         if history.too_short >= TOO_SHORT:
             return (
@@ -257,24 +231,17 @@ class Results:
             )
         return ""
 
-    # --- what is durable ---
+    # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts results that are on the disk, and pauses the pod where they look systematic or pass a limit."""
+        """Counts results that are on the disk. Pauses the pod if failures look systematic or exceed a limit."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"
             self.stored += 1
             self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
-        if durable:
-            limit = self._pod.limits.failures
-            if limit is not None and self._failed >= limit:
-                self.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
-            self.pause(self._pattern.systematic)
-
-    def pause(self, why: str) -> None:
-        """Stops the pod for a reason that starting it anew would not mend; does nothing without a reason."""
-        if why and not self.paused and not self.draining:
-            self.paused = why
-            self._drain(why)
+        limit = self._pod.limits.failures
+        if limit is not None and self._failed >= limit:
+            self._drain.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
+        self._drain.pause(self._pattern.systematic)

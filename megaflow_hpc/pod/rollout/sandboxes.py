@@ -1,4 +1,4 @@
-"""The sandboxes of a rollout: what they are to be, what they used, and one made anew for a person who looks into it."""
+"""Makes the sandboxes of a rollout, counts what they used, and recreates one for a person who inspects a rollout."""
 
 from __future__ import annotations
 
@@ -21,22 +21,12 @@ from megaflow_hpc.types import Network, Task
 
 
 def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the sandbox of a rollout, with what its agent brings along.
-
-    Raises:
-        ConfigError: the task's image was not built.
-    """
-    _require_built(task)
+    """Returns the spec of a rollout's sandbox, with the binds of its agent."""
     return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
 
 
-def _require_built(task: Task) -> None:
-    if task.unbuilt:  # no node's fault, and no further attempt has one
-        raise ConfigError(f"its image was not built: {task.unbuilt}")
-
-
 def _binds(policy: Policy) -> tuple[str, ...]:
-    """What its agent brings along, which is made for that."""
+    """Returns the binds of the policy's agent."""
     return tuple(getattr(create(policy.agent), "binds", ()))
 
 
@@ -48,13 +38,13 @@ class Sandboxes:
         self._started: list[ApptainerSandbox] = []
 
     async def start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
-        """Starts one; see :meth:`ApptainerProvider.start`."""
+        """Starts a sandbox; see :meth:`ApptainerProvider.start`."""
         sandbox = await self._provider.start(spec, kept)
         self._started.append(sandbox)
         return sandbox
 
     def count(self, trajectory: Trajectory) -> None:
-        """Adds what was used to what a trajectory has from before; once, when its attempt ends."""
+        """Adds the use of these sandboxes to a trajectory. Call it once, when the attempt ends."""
         for used in (sandbox.consumption() for sandbox in self._started):
             trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
             trajectory.memory_peak_mb = max(trajectory.memory_peak_mb or 0.0, used.memory_peak_mb)
@@ -72,26 +62,25 @@ async def recreated(
     network: Network,
     own_code: bool,
 ) -> AsyncIterator[ApptainerSandbox]:
-    """The sandbox of a rollout once more, as its agent got it for the first step; a person has no limit of time.
+    """Recreates the sandbox of a rollout as its agent got it for the first step, without time limits.
 
     Args:
-        own_code: whether what the run names as its agent's and its task's classes is called, here and outside of any
-            sandbox, as in a campaign. A run directory may be a stranger's, and names what it likes.
+        own_code: whether to call the agent and task classes that the run names, outside of any sandbox. A run
+            directory may come from a stranger and may name any class.
 
     Raises:
-        ConfigError: the task's image was not built, or only its own code can prepare its sandbox.
-        SandboxError: no sandbox comes up, or it cannot be prepared.
+        ConfigError: only the task's own code can prepare its sandbox.
+        SandboxError: the sandbox does not start or cannot be prepared.
     """
     if task.kind == "python" and not own_code:
         raise ConfigError(
-            f"task {task.id}: the Python class {task.path} prepares its sandbox, and runs here, outside of any; where "
-            "you trust this run directory, say so with --own-code"
+            f"task {task.id}: the Python class {task.path} prepares its sandbox and runs outside of any sandbox; if "
+            "you trust this run directory, add --own-code"
         )
-    _require_built(task)
     spec = sandbox_spec(task, images, environment)
     if own_code or policy.agent.name in NAMES:
         spec = replace(spec, binds=_binds(policy))
-    spec = replace(spec, network=network, mode="ephemeral", cpu_s=None, wall_s=None)
+    spec = replace(spec, network=network, cpu_s=None, wall_s=None)
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)
         await begin(format_of(task).steps(task)[0], sandbox)

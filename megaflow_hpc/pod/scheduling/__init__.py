@@ -1,5 +1,6 @@
-"""What starts where and when, and what follows from how it ends: queue, slots, causes of failure, groups, estimates and
-stragglers. Pure: work and events come in, decisions go out; no clock, no files, no messages. Rank 0
-(:mod:`megaflow_hpc.pod.master`) calls it, and so does the simulation of a whole campaign in virtual time, which alone
-here knows the ledger. Causes of failure are also named by whoever reports one.
+"""Decides which rollout starts where and when, and what follows from its end.
+
+It holds the queue, the slots, the causes of failure, the groups and the estimates. It is pure: work and events come in,
+decisions go out, without a clock, files or messages. Rank 0 (:mod:`megaflow_hpc.pod.master`) calls it. Modules that
+report a failure import the names of its causes.
 """

@@ -1,15 +1,13 @@
 """Groups: the samples of one task under one policy, compared with one another. Pure, no clock.
 
-*Over-provisioning.* Where more samples were planned than are wanted, the group is closed when it has as many rewards as
-it wants, and what is left of it is cancelled: nobody waits for the slowest, or for one that failed.
+*Over-provisioning.* If more samples were planned than are wanted, the group is closed when it has as many rewards as it
+wants. Its other samples are cancelled, so nothing waits for the slowest sample or for one that failed.
 
 *Groups without signal.* Samples that all get the same reward teach nothing. After ``signal_after`` equal rewards the
-samples that wait are dropped; with ``retry_every`` every so many-th of them runs all the same, and if it is rewarded
-differently the rest of the group runs after all. So that there is something to drop, the samples behind the first
-``signal_after`` start only while nothing else can.
+samples that wait are cancelled. So that there is something to cancel, the samples behind the first ``signal_after``
+start only while nothing else can.
 
-A sample is *waiting* (queued), *parked* (taken out of the queue, may come back), running, or ended. Some sample of a
-group with parked ones is always waiting or running.
+A sample is *waiting* (queued), running, or ended.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ class GroupRules:
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Rewards a group needs, by policy, where more samples than that are planned."""
     signal_after: int = 0
-    """Equal rewards after which a group is held to have no signal; 0: never."""
-    retry_every: int = 0
-    """Of the samples of a group without signal, every so many-th runs; 0: none."""
+    """Equal rewards after which a group counts as one without signal; 0: never."""
 
     @property
     def idle(self) -> bool:
@@ -40,11 +36,9 @@ class Step:
     """What follows from the end of a sample, by rollout id."""
 
     cancel: Sequence[str] = ()
-    """Will not be needed: waiting, parked or running."""
-    park: Sequence[str] = ()
-    """To be taken out of the queue."""
-    unpark: Sequence[str] = ()
-    """To be queued again."""
+    """Samples that are not needed: waiting or running."""
+    promote: Sequence[str] = ()
+    """Waiting samples that no longer start behind all others."""
     why: str = ""
 
 
@@ -55,7 +49,6 @@ NOTHING_TO_DO = Step()
 class _Group:
     wanted: int = 0
     waiting: list[str] = field(default_factory=list)
-    parked: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
     elsewhere: bool = False
@@ -115,7 +108,7 @@ class Groups:
         known = self._groups.get(group)
         if known is None:
             return self._rules.idle
-        if known.running or known.parked or known.rewards or known.elsewhere or set(known.waiting) != set(rollouts):
+        if known.running or known.rewards or known.elsewhere or set(known.waiting) != set(rollouts):
             return False
         del self._groups[group]
         return True
@@ -143,35 +136,23 @@ class Groups:
         if reward is not None:
             known.rewards.append(reward)
         step = self._step(known)
-        if not (known.waiting or known.parked or known.running):
+        if not (known.waiting or known.running):
             del self._groups[group]
         return step
 
     def _step(self, known: _Group) -> Step:
         if known.wanted and len(known.rewards) >= known.wanted:
-            left = [*known.waiting, *known.parked, *sorted(known.running)]
-            known.waiting, known.parked, known.running = [], [], set()
+            left = [*known.waiting, *sorted(known.running)]
+            known.waiting, known.running = [], set()
             return Step(cancel=left, why=f"its group has the {known.wanted} rewards that were asked for")
         after = self._rules.signal_after
         if not after or len(known.rewards) < after:
             return NOTHING_TO_DO
         if known.equal:
-            return self._park(known)
+            dropped, known.waiting = known.waiting, []
+            why = f"its group has {len(known.rewards)} rewards and all are {known.rewards[0]:g}"
+            return Step(cancel=dropped, why=why)
         if known.has_signal:
             return NOTHING_TO_DO
-        known.has_signal, known.waiting, known.parked = True, [*known.waiting, *known.parked], []
-        return Step(unpark=known.waiting)  # those that wait as well: they need no longer stand back
-
-    def _park(self, known: _Group) -> Step:
-        """Drops what waits, because there is no signal so far, but for the sample that is tried all the same."""
-        held, known.waiting, known.parked = [*known.waiting, *known.parked], [], []
-        every = self._rules.retry_every
-        why = f"its group has {len(known.rewards)} rewards and all are {known.rewards[0]:g}"
-        if not every:
-            return Step(cancel=held, why=why)
-        if known.running:  # one of these may yet be different
-            known.parked = held
-            return Step(park=held, why=why)
-        cancel, rest = held[: every - 1], held[every - 1 :]
-        known.waiting, known.parked = rest[:1], rest[1:]
-        return Step(cancel=cancel, park=known.parked, unpark=known.waiting, why=why)
+        known.has_signal = True
+        return Step(promote=list(known.waiting))

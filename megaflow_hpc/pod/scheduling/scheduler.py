@@ -41,7 +41,6 @@ class Scheduler:
         order: see the module.
         weights: of shares, for ``fair``; 1 where not named.
         surely_s: seconds within which a rollout very likely ends, by what is known now; 0: nothing is.
-        together: a group's rollouts go to the worker where the last of them went, while it has room.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Scheduler:
         order: Order = "fifo",
         weights: Mapping[str, float] | None = None,
         surely_s: Callable[[Work], float] = lambda work: work.expected_s,
-        together: bool = False,
     ) -> None:
         self.order = order
         self._weights = dict(weights or {})
@@ -57,11 +55,9 @@ class Scheduler:
         self._lanes: dict[tuple[str, str, Demand], Lane] = {}
         self._places: dict[str, tuple[Lane, int, Work]] = {}
         """Rollout id → where it is queued."""
-        self.workers = Workers(together)
+        self.workers = Workers()
         self._given: dict[str, float] = {}
         self._number = count(1)
-        self._copied: dict[str, int] = {}
-        """Rollout with two attempts running → the higher of the two."""
         self._too_long: list[Work] = []
         self.later = 0
         """Queued rollouts that start only while nothing else can."""
@@ -135,31 +131,12 @@ class Scheduler:
             return rank, self._start_head(lane, rank)
         return None
 
-    def copy(self, rollout_id: str) -> tuple[int, Work] | None:
-        """Starts a second attempt of a running rollout on another worker, if one has a free slot and room.
-
-        The first result counts; the caller cancels the other attempt.
-        """
-        places = self.workers.running_at(rollout_id)
-        if len(places) != 1 or self.queued:
-            return None
-        work = self.workers.running_on(places[0])[rollout_id]
-        rank = self.workers.place_beside(places[0], work.demand)
-        if rank is None:
-            return None
-        twin = replace(work, attempt=work.attempt + 1, avoid=places[0])
-        self._copied[rollout_id] = twin.attempt
-        self._charge(twin)
-        self.workers.start(twin, rank)
-        return rank, twin
-
     def retry(self, work: Work, cause: str, worker: int | None) -> bool:
         """Queues another attempt after one that ended for ``cause``, if there is one left for it."""
         causes = (*work.causes, cause)
         if not may_retry(causes):
             return False
-        attempt = max(work.attempt, self._copied.pop(work.rollout.id, 0)) + 1
-        again = replace(work, attempt=attempt, avoid=worker, causes=causes, later=False)
+        again = replace(work, attempt=work.attempt + 1, avoid=worker, causes=causes, later=False)
         self._push(again, -next(self._number))
         return True
 

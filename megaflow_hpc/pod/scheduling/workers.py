@@ -1,8 +1,7 @@
 """The workers of one pod: their slots, what runs on them, and which of them takes the next rollout. Pure.
 
-A rollout goes to the worker with most free slots among those with room for its cpus and memory, or where its group
-last went. One that needs more room than is free is overtaken by smaller ones only so often; then a worker is kept free
-for it (no starvation).
+A rollout goes to the worker with most free slots among those with room for its cpus and memory. Smaller rollouts
+overtake one that needs more room than is free only so often; then a worker is kept free for it (no starvation).
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from megaflow_hpc.pod.scheduling.work import NOTHING, Demand, Work
 
 OVERTAKEN = 64
 """Starts that may overtake a rollout for which there is no room, before a worker is kept for it."""
-GROUPS_KEPT = 1 << 16
-"""Groups whose last worker is remembered."""
 
 
 @dataclass(slots=True)
@@ -48,21 +45,14 @@ class _Worker:
 
 
 class Workers:
-    """The slots of one pod.
+    """The slots of one pod."""
 
-    Args:
-        together: a group's rollouts go to the worker where the last of them went, while it has room.
-    """
-
-    def __init__(self, together: bool = False) -> None:
-        self._together = together
+    def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._emptiest: list[tuple[int, int]] = []
         """(-free slots, worker): a heap in which entries of the past are skipped."""
         self._kept: dict[int, Lane] = {}
         """Worker → the lane it is kept free for."""
-        self._of_group: dict[str, int] = {}
-        """Group → the worker where the last of it went."""
         self.running = 0
         """Attempts that run."""
         self.slots = 0
@@ -78,9 +68,9 @@ class Workers:
         """Returns what runs on a worker, by rollout id."""
         return dict(self._workers[worker].running)
 
-    def running_at(self, rollout_id: str) -> list[int]:
-        """Returns the workers on which a rollout runs: none, one, or two."""
-        return [rank for rank, worker in self._workers.items() if rollout_id in worker.running]
+    def worker_of(self, rollout_id: str) -> int | None:
+        """Returns the worker that runs a rollout, or ``None`` if none does."""
+        return next((rank for rank, worker in self._workers.items() if rollout_id in worker.running), None)
 
     def running_work(self) -> list[Work]:
         """Returns every attempt that runs."""
@@ -133,11 +123,6 @@ class Workers:
         """Returns the worker for a lane's head; one is kept for it when it has been overtaken too often."""
         work = lane.head[2]
         avoid = work.avoid
-        if self._together and avoid is None:
-            rank = self._of_group.get(work.rollout.group_id, -1)
-            worker = self._workers.get(rank)
-            if worker is not None and worker.has_room(lane.demand) and self._kept.get(rank, lane) is lane:
-                return rank
         if lane.demand is NOTHING and not self._kept and avoid is None:
             return self._most_free()
         fits = [
@@ -157,15 +142,6 @@ class Workers:
                 self._kept[-max(able)[1]] = lane
         return None
 
-    def place_beside(self, rank: int, demand: Demand) -> int | None:
-        """Returns the worker for a copy of what runs on ``rank``; ``None`` where no other has room."""
-        fits = [
-            (worker.free, -other)
-            for other, worker in self._workers.items()
-            if other != rank and worker.has_room(demand) and other not in self._kept
-        ]
-        return -max(fits)[1] if fits else None
-
     def start(self, work: Work, rank: int, lane: Lane | None = None) -> None:
         """Fills a slot of a worker.
 
@@ -182,10 +158,6 @@ class Workers:
         self._note_free(rank)
         if lane is not None and self._kept.get(rank) is lane:
             del self._kept[rank]
-        if self._together:
-            if len(self._of_group) >= GROUPS_KEPT:
-                self._of_group.clear()
-            self._of_group[work.rollout.group_id] = rank
 
     def finish(self, worker: int, rollout_id: str) -> Work | None:
         """Frees the slot; ``None`` if this worker is not known to run it (a late message: ignore it)."""

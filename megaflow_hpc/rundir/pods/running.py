@@ -33,8 +33,8 @@ class RunningRollouts:
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, int], str] = {}
         """(pod, rank) → node."""
-        self._running: dict[str, dict[tuple[str, int], AttemptPlace]] = {}
-        """Rollout → (pod, rank) → the attempt that runs there. There may be several, for a straggler."""
+        self._running: dict[str, AttemptPlace] = {}
+        """Rollout → the place where it runs."""
         self._stored_at: dict[str, float] = {}
         """Rollout → time at which its last outcome was stored."""
         self._begun: dict[str, dict[str, AttemptPlace]] = {}
@@ -60,9 +60,9 @@ class RunningRollouts:
                 if event.kind != "cancelled":  # the user's decision, not a fault
                     self.retries[event.kind] += 1
                 self._failed(pod, rollout, event.kind, event.rank)
-                places = self._running.get(rollout, {})
-                for key in [key for key in places if key[0] == pod and event.rank in (None, key[1])]:
-                    del places[key]
+                place = self._running.get(rollout)
+                if place is not None and place.pod == pod and event.rank in (None, place.rank):
+                    del self._running[rollout]
             case WorkerEvent(state="ready"):
                 self._nodes[pod, event.rank] = event.node or ""
             case WorkerEvent(state="lost"):
@@ -78,7 +78,7 @@ class RunningRollouts:
     @property
     def ids(self) -> Iterable[str]:
         """Ids of rollouts that run in any pod, or whose pod ended without reporting their outcome."""
-        return [rollout for rollout, places in self._running.items() if places]
+        return list(self._running)
 
     def adopt(self, pod: str, summary: Summary) -> None:
         """Adds a summary of a pod's first events."""
@@ -101,10 +101,9 @@ class RunningRollouts:
 
     def _note_stored(self, rollout: str, at: float) -> None:
         self._stored_at[rollout] = max(at, self._stored_at.get(rollout, 0.0))
-        if rollout in self._running:
-            later = {k: p for k, p in self._running.pop(rollout).items() if p.began_at > at}
-            if later:  # a failed rollout was started again
-                self._running[rollout] = later
+        place = self._running.get(rollout)
+        if place is not None and place.began_at <= at:  # a failed rollout may have been started again
+            del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
         """Record a start. Another pod or an earlier start may have had the rollout before, and its file may be read
@@ -117,23 +116,20 @@ class RunningRollouts:
             return
         self.last[event.id] = place
         if event.t >= self._stored_at.get(event.id, 0.0):
-            running = self._running.get(event.id)
-            twins = {key: twin for key, twin in running.items() if key[0] == pod} if running else {}
-            twins[pod, event.rank] = place
-            self._running[event.id] = twins
+            self._running[event.id] = place
 
     def _failed(self, pod: str, rollout: str, cause: str, rank: int | None = None) -> None:
         place = self._begun.get(pod, {}).get(rollout)
         self.failures[cause, place.node if place is not None and rank in (None, place.rank) else ""] += 1
 
     def _end(self, pod: str, rank: int | None = None) -> None:
-        for places in self._running.values():
-            for key in [key for key in places if key[0] == pod and rank in (None, key[1])]:
-                del places[key]
+        ended = [key for key, place in self._running.items() if place.pod == pod and rank in (None, place.rank)]
+        for rollout in ended:
+            del self._running[rollout]
 
     def longest(self, pods: Collection[str]) -> list[AttemptPlace]:
         """Returns the rollouts that run in these pods, longest-running first."""
-        places = [place for found in self._running.values() for place in found.values() if place.pod in pods]
+        places = [place for place in self._running.values() if place.pod in pods]
         return sorted(places, key=lambda place: place.began_at)
 
     def by_cause(self) -> dict[str, dict[str, int]]:

@@ -15,7 +15,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import msgspec
 
@@ -26,7 +26,7 @@ from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Healthcheck, 
 from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
 from megaflow_hpc.tasks.harbor.task_toml import TomlTable, read_text, read_toml
 from megaflow_hpc.tasks.harbor.verifier_section import read_judging
-from megaflow_hpc.types import SandboxMode, Task
+from megaflow_hpc.types import Task
 
 SCHEMA = (1, 4)
 """Newest version of task.toml that is read here."""
@@ -82,7 +82,6 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_S) or DEFAULT_AGENT_S,
         verifier_timeout_s=judging.verifier.timeout_s,
         network=network,
-        mode=cast("SandboxMode | None", toml.table("metadata").choice("sandbox_mode", *get_args(SandboxMode))),
         metadata=toml.table("metadata").data,
     )
     return data.put(task)

@@ -65,7 +65,7 @@ def choose(
         replayed: groups that were taken before, the latest last, as they were handed in or as they were taken; the last
             ``size`` of ``replay`` are enough.
         state: what the last call returned; nothing at first.
-        random: for ``shuffle``, and for ``replay`` with ``select: random``.
+        random: for ``shuffle``.
         advantage: the policy's; says which rewards have to be there and have to differ.
 
     Raises:
@@ -74,7 +74,7 @@ def choose(
     compared = advantage or AdvantageConfig()
     settings = {step.name: step.settings for step in config.data}
     staleness = settings.get("staleness")
-    queue = ordered(groups, staleness.order if isinstance(staleness, StalenessConfig) else "edf")
+    queue = ordered(groups)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
     for step in config.data:
@@ -97,7 +97,7 @@ def choose(
             candidates = rewards.shaped(candidates, step)
         if isinstance(staleness, StalenessConfig):
             candidates = filters.fresh(candidates, staleness, version, {})
-        again = replay(candidates, len(taken), repeat, random or np.random.default_rng(0))
+        again = replay(candidates, len(taken), repeat)
         known = {group.id for group in replayed}
         times = {group: count for group, count in times.items() if group in known}
         times |= {group.id: times.get(group.id, 0) + 1 for group in again}

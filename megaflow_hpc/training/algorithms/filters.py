@@ -3,7 +3,6 @@
 ================  ==================================================================================================
 always            what failed, was cancelled, has no reward or sampled nothing leaves its group; the others stay a group
                   while they are two
-``keep_all``      nothing: AstraFlow, ``dataflow/buffer_filters.py``, ``KeepAllFilter``
 ``zero_variance``  groups with equal rewards: ``FilterZeroAdvFilter`` there; DAPO's dynamic sampling drops the same
 ``pass_rate``     groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
 ``staleness``     samples whose oldest token is more than ``max`` versions behind: AstraFlow, ``rollout_buffer.py``,

@@ -1,17 +1,17 @@
-"""Which tasks are asked for next, and what is learned about them from the groups that are over.
+"""Chooses the tasks that are asked for next, and learns about tasks from groups that are complete.
 
 =================  =================================================================================================
 ``uniform``        in random order, each task once before any comes again: MegaFlow, appendix D.1 (no curriculum). With
                    nothing else it is AstraFlow's ``accept_all``
 ``curriculum``     drawn without replacement, with a weight of p (1 - p) + 0.05 by the task's moving pass rate p, a half
                    before it was tried; p (1 - p) is the learnability of Foster et al. 2025, arXiv 2502.12272
-``filter_solved``  not while the moving average of the pass rate is ``threshold`` or more: AstraFlow,
+``filter_solved``  not while the moving average of the pass rate is this number or more: AstraFlow,
                    ``dataflow/prompt_curators.py``, ``FilterSolvedCurator``
 ``greso``          with the probability p^z, z being how many groups in a row had equal rewards, and p one number for
                    tasks that always pass and one for those that never do; each is lowered at a step in which more than
                    its target share of groups was so, else raised: Zheng et al. 2025, arXiv 2506.02177, section 4, with
                    the floors, targets and warm-up of ``GRESOCurator`` there
-``pass_rate``      while the share that passed, of all its samples so far, lies in a range: MegaFlow, appendix D.1
+``pass_rate``      while the share that passed, of all its samples so far, is in a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
 A state is JSON, and small: five numbers for each task that was tried.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaflow_hpc.config.data_algorithms import FilterSolved, PromptsConfig
+from megaflow_hpc.config.data_algorithms import PromptsConfig
 from megaflow_hpc.training.algorithms.filters import LEAST, inside
 from megaflow_hpc.training.algorithms.rewards import reward
 from megaflow_hpc.training.algorithms.samples import SampleGroup
@@ -33,8 +33,18 @@ RECENT = 0.5
 """Weight of the latest group in the pass rate that ``curriculum`` goes by: a model changes within a few rounds."""
 EXPLORED = 0.05
 """Weight in ``curriculum`` of a task that always passes, or never: a fifth of 0.25 + 0.05, so that it is seen again."""
+DECAY = 0.9
+"""Weight of the average so far in the pass rate that ``filter_solved`` compares; the latest group has the rest."""
 LOWEST, HIGHEST = 0.01, 0.99
-"""Bounds of GRESO's two numbers (AstraFlow: ``p_min``, ``p_max``)."""
+"""Bounds of GRESO's two bases (AstraFlow: ``p_min``, ``p_max``)."""
+FIRST_BASE = 0.5
+"""Base of the probability at which a task without a signal is asked for, before it is steered."""
+STEP = 0.01
+"""Change of a base at each step of the trainer."""
+TARGET_EASY, TARGET_HARD = 0.083, 0.167
+"""Shares of always and never solved groups to which the bases are steered."""
+FLOOR_EASY, FLOOR_HARD = 0.1, 0.4
+"""Least probabilities of tasks that always pass, and that never do."""
 
 
 class Known(NamedTuple):
@@ -86,7 +96,7 @@ class Prompts:
 
     def _eligible(self, known: Known | None) -> bool:
         solved, rates = self._config.filter_solved, self._config.pass_rate
-        if solved and (known.average if known else solved.prior) >= solved.threshold:
+        if solved and known and known.average >= solved:
             return False
         return not (rates and known and known.tried and not inside(known.passed / known.tried, rates))
 
@@ -140,14 +150,10 @@ class Prompts:
 
     def _chance(self, known: Known | None, state: Mapping[str, Any]) -> float:
         """Probability at which GRESO asks for a task that is offered."""
-        greso = self._config.greso
-        if not greso or not known or not known.streak:
+        if not self._config.greso or not known or not known.streak:
             return 1.0
-        base, floor = (
-            (state.get("easy", greso.easy), greso.floor_easy)
-            if known.streak > 0
-            else (state.get("hard", greso.hard), greso.floor_hard)
-        )
+        name, floor = ("easy", FLOOR_EASY) if known.streak > 0 else ("hard", FLOOR_HARD)
+        base = state.get(name, FIRST_BASE)
         return float(max(base ** abs(known.streak), floor))
 
     def learn(self, state: Mapping[str, Any], groups: Iterable[SampleGroup]) -> dict[str, Any]:
@@ -173,21 +179,18 @@ class Prompts:
             if len(rewards) >= LEAST:
                 total, easy, hard = total + 1, easy + (found.streak > 0), hard + (found.streak < 0)
         learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in known.items()}, "again": came_again}
-        if greso := self._config.greso:
-            at = (state.get("easy", greso.easy), state.get("hard", greso.hard))
+        if self._config.greso:
+            easy_base, hard_base = state.get("easy", FIRST_BASE), state.get("hard", FIRST_BASE)
             if state.get("again") and total:  # the first time through all tasks is over
-                at = (
-                    _steered(at[0], easy / total, greso.target_easy, greso.step),
-                    _steered(at[1], hard / total, greso.target_hard, greso.step),
-                )
-            learned |= {"easy": at[0], "hard": at[1]}
+                easy_base = _steered(easy_base, easy / total, TARGET_EASY)
+                hard_base = _steered(hard_base, hard / total, TARGET_HARD)
+            learned |= {"easy": easy_base, "hard": hard_base}
         return learned
 
     def _updated(self, known: Known | None, rewards: Sequence[float]) -> Known:
         passed = sum(value >= self._config.threshold for value in rewards)
         rate = passed / len(rewards)
-        solved = self._config.filter_solved or FilterSolved()
-        before = known or Known(average=solved.prior, recent=rate)
+        before = known or Known(recent=rate)
         streak = before.streak
         if len(rewards) >= LEAST:
             sign = 0 if len(set(rewards)) > 1 else 1 if passed else -1
@@ -195,11 +198,11 @@ class Prompts:
         return Known(
             before.passed + passed,
             before.tried + len(rewards),
-            solved.decay * before.average + (1 - solved.decay) * rate,
+            DECAY * before.average + (1 - DECAY) * rate,
             (1 - RECENT) * before.recent + RECENT * rate,
             streak,
         )
 
 
-def _steered(base: float, share: float, target: float, step: float) -> float:
-    return max(LOWEST, base - step) if share >= target else min(HIGHEST, base + step)
+def _steered(base: float, share: float, target: float) -> float:
+    return max(LOWEST, base - STEP) if share >= target else min(HIGHEST, base + STEP)

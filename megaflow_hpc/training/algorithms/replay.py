@@ -1,14 +1,11 @@
 """Groups that are trained on a further time (AstraFlow, ``dataflow/replay_selectors.py`` and ``data_serving.py``).
 
-AstraFlow replays without end and has ``latest`` alone; here ``times`` bounds it, and a bound on staleness holds for
-what is replayed, too.
+AstraFlow replays a group without end. Here a group is replayed once, and a bound on staleness holds for it, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 from megaflow_hpc.config.data_algorithms import ReplayConfig
 from megaflow_hpc.training.algorithms.samples import SampleGroup
@@ -17,14 +14,10 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Mapping[str, int]) -> list[SampleGroup]:
     """Returns the groups that may come again, of ``replayed`` (the latest last)."""
     latest = replayed[max(len(replayed) - config.size, 0) :]
-    return [group for group in latest if times.get(group.id, 0) < config.times]
+    return [group for group in latest if not times.get(group.id, 0)]
 
 
-def replay(
-    candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig, random: np.random.Generator
-) -> list[SampleGroup]:
-    """Returns the groups that join ``fresh`` others, so that their share of all is at most ``ratio``."""
+def replay(candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig) -> list[SampleGroup]:
+    """Returns the latest groups that join ``fresh`` others, so that their share of all is at most ``ratio``."""
     count = min(int(fresh * config.ratio / (1 - config.ratio) + 1e-9), len(candidates))
-    if config.select == "latest":
-        return list(candidates[len(candidates) - count :])
-    return [candidates[i] for i in sorted(random.choice(len(candidates), size=count, replace=False))]
+    return list(candidates[len(candidates) - count :])

@@ -45,7 +45,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training import microbatch
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 
 POLL_S = 0.5
 """Seconds between two looks for a broadcast."""
@@ -288,7 +288,7 @@ class PrimeBridge:
     def _publish(self, step: Step, stage: Path) -> None:
         config = self._flow.config
         if step.number % config.publish.every == 0 or step.number == config.steps:
-            version = step.publish(stage, move=True, keep=config.publish.keep)
+            version = step.publish(stage, move=True, keep=KEPT_VERSIONS)
             self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:

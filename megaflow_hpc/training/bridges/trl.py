@@ -34,7 +34,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer.losses import Loss, importance_weights
 
 TRIED = "1.16"
@@ -81,11 +81,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
     if loss.kind not in LOSSES:
         raise ConfigError(f"training: TRL has no loss {loss.kind!r}; it has {', '.join(sorted(LOSSES))}")
     if "max_steps" not in others:
-        if loss.minibatch is not None and loss.minibatch.tasks is None:
-            raise ConfigError(
-                "max_steps: give the number of optimizer steps; only minibatches counted in tasks say it by themselves"
-            )
-        each = 1 if loss.minibatch is None else -(-config.batch.tasks // (loss.minibatch.tasks or 1))
+        each = 1 if loss.minibatch is None else math.ceil(config.batch.tasks / loss.minibatch)
         others["max_steps"] = config.steps * loss.epochs * each
     name, level = LOSSES[loss.kind]
     low, high = loss.band
@@ -103,7 +99,6 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "warmup_steps": optimizer.warmup,
         "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1],
-        "adam_epsilon": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
         "max_grad_norm": optimizer.clip_norm or 0.0,
         "bf16": settings.dtype == "bfloat16",
@@ -301,7 +296,7 @@ class DataflowTrainer(GRPOTrainer):
         self.save_model(str(folder), _internal_call=True)  # on all ranks; the first one writes
         if not self._flow.rank:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which no engine needs
-            step.publish(folder, move=True, keep=self._flow.config.publish.keep)
+            step.publish(folder, move=True, keep=KEPT_VERSIONS)
 
 
 class _AfterStep(TrainerCallback):

@@ -31,7 +31,7 @@ from megaflow_hpc.rundir.weight_source import why_not_served
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer import checkpoint, losses
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
@@ -82,10 +82,10 @@ class TrainingLoop:
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
         self.policy.temperature = flow.temperature
-        given = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay", "clip_norm"})
+        given = settings.optimizer.model_dump(include={"lr", "betas", "weight_decay", "clip_norm"})
         self.optimizer = Optimizer(self.policy, **given)
         loss, weights = settings.loss, settings.importance
-        self.loss = losses.Loss(loss.kind, loss.band, loss.second_moment, loss.entropy, weights.level, weights.truncate)
+        self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, weights.level, weights.truncate)
         self.stopping = self._waiting = False
         self._compared = False
         self._moved = True  # since the last version that was published; by an earlier start, perhaps
@@ -168,7 +168,7 @@ class TrainingLoop:
     def _publish(self, step: Step) -> None:
         folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
         checkpoint.export(folder, self.policy, self.ranks)
-        step.publish(folder, move=True, keep=self.flow.config.publish.keep)
+        step.publish(folder, move=True, keep=KEPT_VERSIONS)
         self._moved = False
         self.ranks.barrier()
 
@@ -224,7 +224,7 @@ class TrainingLoop:
             held = list(packed)
             here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
             together = [tokens for part in self.ranks.gather(here) for tokens in part]
-            limit, packed = losses.second_moment_limit(together, self.loss.second_moment), iter(held)
+            limit, packed = losses.second_moment_limit(together, losses.SECOND_MOMENT), iter(held)
         tally = WeightedMean()
         while True:
             with clock("data"):

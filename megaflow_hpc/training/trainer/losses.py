@@ -62,6 +62,10 @@ class Totals(Protocol):
     """Tokens that a rollout has at most: Dr.GRPO's constant."""
 
 
+SECOND_MOMENT = 0.04
+"""M2PO's bound of the mean square of log ratios, as in the paper."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Which loss, with what bounds.
@@ -73,8 +77,6 @@ class Loss:
     kind: Kind
     clip: tuple[float, float] = (0.2, 0.2)
     """How far below and above 1 a ratio counts."""
-    second_moment: float = 0.04
-    """M2PO: what the mean square of log ratios may be. The paper's; AstraFlow's recipes have 0.01 and 0.004."""
     entropy: float = 0.0
     """Coefficient of the mean entropy over tokens, which is maximised."""
     importance: Level = "token"

@@ -85,34 +85,17 @@ def reading(path: Path) -> Iterator[IO[bytes]]:
             yield file
 
 
-MAX_LINE_BYTES = 64 << 20
-"""Maximum length of a line in bytes. A rollout of 128,000 tokens takes about 5 MB."""
-MAX_UNPACK_RATIO = 1000
-"""Maximum ratio of a file's unpacked size to its own size. gzip reaches 1032; Zstandard has no bound."""
-
-
-def lines(path: Path, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and bytes of each line of a file, which may be compressed and is not trusted.
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and bytes of each line of a file that may be compressed.
 
     Raises:
-        ConfigError: A line is longer than ``longest`` bytes, the total exceeds :data:`MAX_UNPACK_RATIO`, or the file is
-            damaged.
+        ConfigError: The file is damaged.
     """
-    number = total = 0
-    room = max(longest, MAX_UNPACK_RATIO * path.stat().st_size)
+    number = 0
     try:
         with reading(path) as file:
-            while line := file.readline(longest + 1):
-                number, total = number + 1, total + len(line)
-                if len(line) > longest:
-                    raise ConfigError(
-                        f"{path}:{number}: a line of more than {longest >> 20} MiB; if you trust it: --longest-line MiB"
-                    )
-                if total > room:
-                    raise ConfigError(
-                        f"{path}:{number}: unpacks to over {MAX_UNPACK_RATIO} times its size; if you trust it, "
-                        "unpack it first"
-                    )
+            for line in file:
+                number += 1
                 yield number, line
     except EOFError as error:
         raise ConfigError(f"{path}: ends early ({error}); copy it again") from None

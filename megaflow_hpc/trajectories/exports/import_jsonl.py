@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.exports.files import MAX_LINE_BYTES, lines
+from megaflow_hpc.trajectories.exports.files import lines
 from megaflow_hpc.trajectories.exports.jsonl import parse
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
@@ -19,7 +19,6 @@ def import_jsonl(
     target: Path,
     campaign: str | None = None,
     progress: Callable[[int], None] | None = None,
-    longest: int = MAX_LINE_BYTES,
 ) -> int:
     """Writes a ``trajectories.h5`` from JSON lines, plain or compressed with gzip or Zstandard.
 
@@ -28,14 +27,13 @@ def import_jsonl(
         target: The file to write. An existing file is replaced at the end.
         campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
         progress: Called with the number of finished trajectories.
-        longest: Maximum length of a line in bytes.
 
     Returns:
         The number of trajectories.
 
     Raises:
-        ConfigError: There is no line, or a line is not a trajectory, repeats an id or is too long. The error names the
-            line, and ``target`` is unchanged.
+        ConfigError: There is no line, or a line is not a trajectory or repeats an id. The message names the line, and
+            ``target`` is unchanged.
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
@@ -43,7 +41,7 @@ def import_jsonl(
     with published(target) as temporary:
         name = campaign or source.name.split(".")[0]
         with TrajectoryWriter(temporary, name) as writer:
-            for number, line in lines(source, longest):
+            for number, line in lines(source):
                 if not line.strip():
                     continue
                 try:

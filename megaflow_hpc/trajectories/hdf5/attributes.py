@@ -15,7 +15,6 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import image_files, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run
-from megaflow_hpc.trajectories.hdf5 import deflate
 from megaflow_hpc.version import __version__
 
 
@@ -29,7 +28,6 @@ def root_attributes(run: RunDir) -> dict[str, str]:
         "hdf5": h5py.version.hdf5_version,
     }
     versions |= {name: importlib.metadata.version(name) for name in ("h5py", "numpy")}
-    versions["deflate"] = deflate.NAME
     if planned.version:
         versions["planned by megaflow-hpc"] = planned.version
     if "models" not in versions and planned.policies:

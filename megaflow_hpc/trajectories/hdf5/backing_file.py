@@ -1,8 +1,8 @@
-"""The file that HDF5 writes through, which defers errors of writing.
+"""The file that HDF5 writes to, which keeps a write error instead of raising it.
 
-When a write is refused (no space, quota, a limit on file sizes), HDF5 can neither go on nor close its file, and crashes
-the process when it ends. So HDF5 writes through this object: it keeps the first error and holds in memory, for reading
-back, whatever is written from then on. The owner calls :meth:`BackingFile.check` now and then, and stops soon.
+After a refused write (no space, quota, a limit on file sizes) HDF5 can neither continue nor close its file, and it
+crashes the process at exit. So HDF5 writes to a :class:`BackingFile`. After the first error this keeps all further
+writes in memory, where HDF5 can read them. The owner calls :meth:`BackingFile.check` regularly, and stops soon.
 """
 
 from __future__ import annotations
@@ -10,93 +10,72 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 
-class BackingFile(io.RawIOBase):
-    """A new file at ``path``, for ``h5py.File(backing, "w")``. Errors of writing are kept, not raised.
+class BackingFile(io.FileIO):
+    """A new file at ``path``, for ``h5py.File(backing, "w")``.
 
     Raises:
         OSError: the file exists, or cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._place = 0
-        self._end = 0
+        super().__init__(path, "x+", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600))
+        self._error: OSError | None = None
         self._kept: list[tuple[int, bytes]] = []
-        self.error: OSError | None = None
+        """Offset and bytes of each write since the error."""
 
     def check(self) -> None:
-        """Raises the first error of writing.
+        """Raises the first write error.
 
         Raises:
             OSError: something could not be written.
         """
-        if self.error is not None:
-            raise OSError(self.error.errno, self.error.strerror)
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror)
 
-    def readable(self) -> bool:
-        return True
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        place = super().seek(offset, whence)
+        if whence == io.SEEK_END and self._kept:
+            end = max(start + len(data) for start, data in self._kept)
+            place = super().seek(max(place, end + offset))
+        return place
 
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset + (0, self._place, self._end)[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
-        """Writes all of ``data`` and returns its length; keeps in memory what the file does not take."""
-        view = memoryview(data).cast("B")
-        done = 0
-        if self.error is None:
+    def write(self, data: Any) -> int:
+        """Writes all of ``data`` and returns its length. Keeps in memory what the file refuses."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while len(left) and self._error is None:
             try:
-                while done < len(view):
-                    done += os.pwrite(self._file, view[done:], self._place + done)
+                left = left[super().write(left) :]
             except OSError as error:
-                self.error = error
-        if done < len(view):
-            self._kept.append((self._place + done, bytes(view[done:])))
-        self._place += len(view)
-        self._end = max(self._end, self._place)
-        return len(view)
+                self._error = error
+        if len(left):
+            self._kept.append((self.tell(), bytes(left)))
+            self.seek(len(left), io.SEEK_CUR)
+        return size
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Reads from the file and from what is kept in memory, and returns the number of bytes."""
+    def readinto(self, buffer: Any) -> int:
+        """Reads from the file and from what is kept in memory; returns the number of bytes."""
         view = memoryview(buffer).cast("B")
-        found = os.pread(self._file, len(view), self._place)
-        view[: len(found)] = found
-        size = len(found)
-        for start, data in self._kept:
-            first, last = max(start, self._place), min(start + len(data), self._place + len(view))
+        start = self.tell()
+        size = super().readinto(view) or 0
+        for offset, data in self._kept:
+            first = max(offset, start)
+            last = min(offset + len(data), start + len(view))
             if first < last:
-                view[first - self._place : last - self._place] = data[first - start : last - start]
-                size = max(size, last - self._place)
-        self._place += size
+                view[first - start : last - start] = data[first - offset : last - offset]
+                size = max(size, last - start)
+        self.seek(start + size)
         return size
 
     def truncate(self, size: int | None = None) -> int:
-        """Sets the size and returns it; once an error was kept, the size on disk stays as it is."""
-        size = self._place if size is None else size
-        if self.error is None:
+        """Sets the size of the file, unless a write has failed before, and returns it."""
+        size = self.tell() if size is None else size
+        if self._error is None:
             try:
-                os.ftruncate(self._file, size)
+                return super().truncate(size)
             except OSError as error:
-                self.error = error
-        self._end = size
+                self._error = error
         return size
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._file)
-        super().close()

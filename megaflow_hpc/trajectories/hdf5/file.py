@@ -1,25 +1,65 @@
-"""Opens campaign files, and refuses those that are foreign, unsound, incomplete or of a newer version.
+"""Opens and makes campaign files.
 
-Every reader comes through here: what a file may be made of is asked in one place, before any of it is read.
+Every reader opens files here. A file that is foreign, incomplete or of a newer version is refused. So is one that
+stores data elsewhere: HDF5 follows links, external storage and virtual datasets to other files, and it loads a library
+for an unknown filter.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
-from h5py import h5pl
+import numpy as np
+from h5py import h5d, h5z
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.texts import parse_json
-from megaflow_hpc.trajectories.hdf5.heaps import Watched
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, FORMAT, FORMAT_VERSION, OPTIONAL
-from megaflow_hpc.trajectories.hdf5.structure import UnsoundError, faults, lengths, sound
+from megaflow_hpc.trajectories.hdf5.backing_file import BackingFile
+from megaflow_hpc.trajectories.hdf5.encoding import escape
+from megaflow_hpc.trajectories.hdf5.schema import (
+    COLUMNS,
+    FORMAT,
+    FORMAT_VERSION,
+    OPTIONAL,
+    STRING,
+    TEXT,
+    text_offset,
+)
+from megaflow_hpc.version import __version__
+
+_FILTERS = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
+_CHUNK_CACHE_BYTES = 8 << 20
+"""Inflated chunks that HDF5 keeps per dataset. Chunks of messages have 1 MiB, and rows are mostly read in order."""
+
+_EXTENTS = {
+    "n": "trajectories/id",
+    "m": "sequences/trajectory",
+    "t": "turns/sequence",
+    "k": "tokens/id",
+    "q": "messages/offset",
+    "qb": "messages/json",
+    "a": "attempts/attempt",
+    "f": "artifacts/name",
+    "fb": "artifacts/bytes",
+}
+"""Extent → the column that has this length. ``messages/offset`` has one entry more than there are messages."""
+
+Datasets = Mapping[str, h5py.Dataset]
+"""The datasets of a file by path."""
+
+
+class ForeignDataError(ValueError):
+    """A file contains something that no campaign file contains. The message names it."""
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
@@ -30,8 +70,8 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         complete: whether to refuse a file whose columns are not those of the schema, in type and length.
 
     Raises:
-        ConfigError: the file is missing, unreadable, truncated, not HDF5, made of what no campaign file is made of, of
-            another format or of a newer version.
+        ConfigError: the file is missing, unreadable, truncated, not HDF5, of another format or of a newer version, or
+            it stores data elsewhere.
     """
     path = Path(path)
     try:
@@ -41,45 +81,33 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a trajectories.h5") from error
     if not h5py.is_hdf5(path):
         raise ConfigError(f"{path}: not an HDF5 file; expected a trajectories.h5 (see: megaflow-hpc gather RUN)")
-    with _no_plugins():
-        try:
-            with Watched(path) as raw, h5py.File(raw, "r") as file:
-                _check(path, file, complete)
-            return h5py.File(path, "r", locking=False)
-        except UnsoundError as error:
-            raise ConfigError(f"{path}: {error}; no campaign file is made of that, do not trust it") from error
-        except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py has one for each damage
-            if "lock file" in str(error):  # the environment overrules what we ask for
-                setting = os.environ.get("HDF5_USE_FILE_LOCKING")
-                raise ConfigError(
-                    f"{path}: cannot be locked, and HDF5_USE_FILE_LOCKING={setting} demands it; published files never "
-                    "change and need no locks: unset the variable, or set it to FALSE"
-                ) from error
-            raise ConfigError(f"{path}: truncated or damaged ({error}); {_ANEW}") from error
-
-
-_ANEW = "make it anew with: megaflow-hpc gather RUN --rebuild"
-
-
-@contextmanager
-def _no_plugins() -> Iterator[None]:
-    """Takes libhdf5's plugin directories away for a while: what a file names is not looked for as a library."""
-    kept = [h5pl.get(number) for number in range(h5pl.size())]
-    while h5pl.size():
-        h5pl.remove(0)
     try:
-        yield
-    finally:
-        for path in kept:
-            h5pl.append(path)
+        file = h5py.File(path, "r", locking=False, rdcc_nbytes=_CHUNK_CACHE_BYTES)
+        try:
+            _require_campaign(path, file, complete)
+        except BaseException:
+            file.close()
+            raise
+        return file
+    except ForeignDataError as error:
+        raise ConfigError(f"{path}: {error}; no campaign file contains that, do not trust it") from error
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # h5py has one for each damage
+        if "lock file" in str(error):  # the environment overrules what we ask for
+            setting = os.environ.get("HDF5_USE_FILE_LOCKING")
+            raise ConfigError(
+                f"{path}: cannot be locked, and HDF5_USE_FILE_LOCKING={setting} demands it; published files never "
+                "change and need no locks: unset the variable, or set it to FALSE"
+            ) from error
+        raise ConfigError(
+            f"{path}: truncated or damaged ({error}); make it anew with: megaflow-hpc gather RUN --rebuild"
+        ) from error
 
 
-def _check(path: Path, file: h5py.File, complete: bool) -> None:
-    columns = sound(file)
-    found = file.attrs.get("format")
-    found = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
-    if found != FORMAT:
-        raise ConfigError(f"{path}: format {found!r}, expected {FORMAT!r}; this HDF5 file is not ours")
+def _require_campaign(path: Path, file: h5py.File, complete: bool) -> None:
+    found = datasets(file)
+    written = attribute_text(file, "format")
+    if written != FORMAT:
+        raise ConfigError(f"{path}: format {written!r}, expected {FORMAT!r}; this HDF5 file is not ours")
     version = file.attrs.get("format_version")
     try:
         readable = 1 <= int(version) <= FORMAT_VERSION
@@ -91,17 +119,93 @@ def _check(path: Path, file: h5py.File, complete: bool) -> None:
         )
     if not complete:
         return
-    missing = [name for name in COLUMNS if name not in columns and name not in OPTIONAL]
-    if missing:
-        raise ConfigError(f"{path}: lacks the dataset /{missing[0]}; run: megaflow-hpc validate {path}")
-    for asked in (faults, lengths):
-        for fault in asked(columns):
-            raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
+    for fault in schema_faults(found):
+        raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
+
+
+def datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
+    """Returns the datasets of a file by path, after checking that each is stored in this file.
+
+    Raises:
+        ForeignDataError: one is a link, stored in another file, or stored with an unknown filter.
+        OSError, RuntimeError, LookupError: the file is damaged.
+    """
+    found: dict[str, h5py.Dataset] = {}
+    for name in file:
+        item = _member(file, name)
+        if isinstance(item, h5py.Dataset):
+            found[name] = item
+            continue
+        for inner in item:
+            path = f"{name}/{inner}"
+            found[path] = _member(file, path)
+            if not isinstance(found[path], h5py.Dataset):
+                raise ForeignDataError(f"/{path}: a group within a group, expected columns")
+    return found
+
+
+def _member(file: h5py.File, path: str) -> Any:
+    """Returns a group, or a dataset whose bytes are in this file."""
+    if not isinstance(file.get(path, getlink=True), h5py.HardLink):
+        raise ForeignDataError(f"/{path}: a link to another place, expected a column in this file")
+    item = file[path]
+    if isinstance(item, h5py.Group):
+        return item
+    if not isinstance(item, h5py.Dataset):
+        raise ForeignDataError(f"/{path}: a {type(item).__name__}, expected a column")
+    stored = item.id.get_create_plist()
+    if stored.get_layout() == h5d.VIRTUAL or stored.get_external_count():
+        raise ForeignDataError(f"/{path}: its bytes are in other files")
+    filters = {stored.get_filter(number)[0] for number in range(stored.get_nfilters())}
+    if not filters <= _FILTERS:
+        raise ForeignDataError(f"/{path}: filters {sorted(filters)}, expected shuffle, deflate and fletcher32")
+    return item
+
+
+def schema_faults(found: Datasets) -> Iterator[str]:
+    """Yields how the datasets of a file differ from the schema: presence and type, or else lengths."""
+    faults = [fault for column in COLUMNS.values() for fault in _type_faults(column.path, column.dtype, found)]
+    yield from faults or _length_faults(found)
+
+
+def _type_faults(path: str, dtype: str, found: Datasets) -> Iterator[str]:
+    dataset = found.get(path)
+    if dataset is None:
+        if path not in OPTIONAL:
+            yield f"/{path}: is missing"
+        return
+    if dtype == TEXT and text_offset(path) in found:
+        yield from _type_faults(text_offset(path), "int64", found)
+        dtype = "uint8"
+    text = h5py.check_string_dtype(dataset.dtype)
+    if dataset.ndim != 1:
+        yield f"/{path}: is no one-dimensional dataset"
+    elif dtype not in (STRING, TEXT):
+        if dataset.dtype != np.dtype(dtype):
+            yield f"/{path}: type {dataset.dtype}, expected {dtype}"
+    elif text is None or text.encoding != "utf-8":
+        yield f"/{path}: type {dataset.dtype}, expected UTF-8 strings"
+
+
+def _length_faults(found: Datasets) -> Iterator[str]:
+    for path, column in COLUMNS.items():
+        if path not in found:
+            continue
+        checked, is_offset = path, column.is_offset
+        if column.dtype == TEXT and text_offset(path) in found:
+            checked, is_offset = text_offset(path), True
+        extent = column.extent.removesuffix("+1")
+        expected = len(found[_EXTENTS[extent]]) + is_offset - (extent == "q")
+        if len(found[checked]) != expected:
+            yield f"/{checked}: {len(found[checked])} entries, expected {expected}"
+    rows = found["trajectories/id"].shape
+    for path, dataset in found.items():
+        if path.startswith("rewards/") and (dataset.shape != rows or dataset.dtype != np.dtype("float32")):
+            yield f"/{path}: {dataset.dtype} {dataset.shape}, expected float32 {rows}"
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
-    """Returns the ``journals`` (none if the file says none) and seals it was gathered from; ``None`` without a readable
-    file."""
+    """Returns the journals and seals that a file was gathered from; ``None`` without a readable file."""
     if not path.exists():
         return None
     try:
@@ -112,10 +216,56 @@ def recorded_sources(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found.get("journals"), dict) else {**found, "journals": {}}
 
 
+def attribute_text(file: h5py.File, name: str) -> str:
+    """Returns a root attribute that is a text; an empty text if it is missing."""
+    found = file.attrs.get(name, "")
+    return found.decode("utf-8", "replace") if isinstance(found, bytes) else str(found)
+
+
 def attribute(file: h5py.File, name: str) -> dict[str, Any]:
-    """Returns a root attribute that holds an object in JSON; an empty one where it is missing or none."""
+    """Returns a root attribute that is a JSON object; an empty one if it is missing or invalid."""
     try:
-        found = parse_json(file.attrs.get(name, "{}"))
+        found = parse_json(attribute_text(file, name))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_file(
+    path: Path, campaign: str, sources: Mapping[str, Any] | None = None, attributes: Mapping[str, str] | None = None
+) -> Iterator[tuple[h5py.File, BackingFile]]:
+    """Yields a new file that has the root attributes and no columns, and closes it at the end.
+
+    Args:
+        path: the file, which must not exist.
+        campaign: name of the campaign.
+        sources: the journals and seals that the file is gathered from. Readers compare them with those of the run.
+        attributes: further root attributes.
+
+    Raises:
+        OSError: not everything could be written.
+    """
+    backing = BackingFile(path)
+    try:
+        with h5py.File(backing, "w", libver=("v110", "v110")) as file:
+            set_attribute(file, "format", FORMAT)
+            file.attrs["format_version"] = np.int32(FORMAT_VERSION)
+            set_attribute(file, "campaign", campaign)
+            set_attribute(file, "software", f"megaflow-hpc {__version__}")
+            set_attribute(file, "sources", json.dumps(sources or {}, sort_keys=True))
+            for name, text in (attributes or {}).items():
+                set_attribute(file, name, text)
+            yield file, backing
+    finally:
+        backing.close()
+    backing.check()
+
+
+def set_attribute(file: h5py.File, name: str, text: str) -> None:
+    """Sets a root attribute to a text, which is stored with fixed length."""
+    data = escape(text).encode()
+    file.attrs.create(name, np.array(data, h5py.string_dtype("utf-8", max(1, len(data)))))

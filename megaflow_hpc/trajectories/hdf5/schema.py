@@ -1,10 +1,10 @@
 """The columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``: the one table that writer, reader,
 validator and docs/reference/trajectory-format.md share.
 
-One dataset per column, all one-dimensional. Ragged data lie flat: the entries of item i are ``[offset[i],
-offset[i+1])`` of the flat columns, and an offset column has one entry more than there are items. Only the filters
-shuffle and deflate are used, so any HDF5 reads it. Readers ignore datasets they do not know; a column may be added
-without a new version (it is :data:`OPTIONAL` then), and a change of meaning is a new version.
+All datasets are one-dimensional. Ragged data are stored flat: the entries of item i are ``[offset[i], offset[i+1])`` of
+the flat columns, and an offset column has one entry more than there are items. The only filters are HDF5's shuffle,
+deflate and fletcher32, and no data has variable length, so any HDF5 reads it. Readers ignore unknown datasets. A column
+may be added without a new version (it is :data:`OPTIONAL` then). A change of meaning is a new version.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 FORMAT = "megaflow-hpc/trajectories"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 STRING = "string"
-"""UTF-8 of fixed width, padded with NUL; a file's own width, a power of two. Older files have variable lengths."""
+"""UTF-8 of fixed width, padded with NUL. The width of a column is a power of two. Old files have variable lengths."""
 
 TEXT = "text"
-"""UTF-8 of variable length, for values that are mostly empty and sometimes long."""
+"""UTF-8 of any length, for values that are mostly empty and sometimes long: bytes, and their :func:`text_offset`.
+Before version 3 it was a dataset of strings of variable length."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
@@ -250,6 +251,28 @@ def columns() -> Iterator[Column]:
 
 COLUMNS = {column.path: column for column in columns()}
 
+
+def text_offset(path: str) -> str:
+    """Returns the path of the offsets of a :data:`TEXT` column."""
+    return f"{path}_offset"
+
+
+OFFSETS = {
+    "trajectories/sequence_offset": "sequences/trajectory",
+    "trajectories/turn_offset": "turns/sequence",
+    "trajectories/message_offset": "messages/offset",
+    "trajectories/attempt_offset": "attempts/attempt",
+    "sequences/token_offset": "tokens/id",
+    "messages/offset": "messages/json",
+    "artifacts/offset": "artifacts/bytes",
+    **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
+}
+"""Offset columns, and the column that each points into. ``message_offset`` points to messages, of which there is one
+less than entries of ``messages/offset``."""
+
+MAX_REWARDS = 4096
+"""Maximum number of reward columns. A verifier chooses the names, and each column takes space in every row."""
+
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
 """Measurements of a rollout, each of which may be unknown."""
 
@@ -269,19 +292,13 @@ OPTIONAL: dict[str, Any] = {
     "turns/started_by": -1,
     "messages/parent": None,
 }
-"""Columns that files of older software lack, with default values; see
-:func:`~megaflow_hpc.trajectories.hdf5.numbering.missing`."""
+"""Columns that files of earlier software lack, with their default values. Without ``messages/parent`` the messages of a
+row form one conversation."""
 
-LOGPROB_CHUNK = 4096
-"""Log-probabilities per chunk: they are noise, so larger chunks gain nothing and slow random reading."""
-RUN_CHUNK = 16384
-"""Loss masks or weight versions per chunk: they are runs, so inflating chunks four times as large costs no more
-than four times as many chunks would, and writing them costs less."""
-ID_CHUNK = 8192
-"""Token ids per chunk. Texts repeat themselves: with 4096 files are 7 % larger; with 16384 they are 7 % smaller, but
-random batches of rows of 4096 tokens take half as long again."""
-_ROW_CHUNK = 4096
-_BYTE_CHUNK = 65536
+TOKEN_CHUNK = 16384
+"""Entries per chunk of the token columns. Smaller chunks make files larger, and larger ones slow random batches."""
+ROW_CHUNK = 4096
+BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
 """Bytes of messages per chunk: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
 
@@ -291,10 +308,10 @@ def chunk(column: Column) -> int:
     if column.path == "messages/json":
         return _TEXT_CHUNK
     if column.path == "artifacts/bytes":
-        return _BYTE_CHUNK
+        return BYTE_CHUNK
     if column.group == "tokens":
-        return {"id": ID_CHUNK, "logprob": LOGPROB_CHUNK}.get(column.name, RUN_CHUNK)
-    return 1024 if column.dtype in (STRING, TEXT) else _ROW_CHUNK
+        return TOKEN_CHUNK
+    return 1024 if column.dtype == STRING else ROW_CHUNK
 
 
 def shuffled(column: Column) -> bool:
@@ -303,12 +320,7 @@ def shuffled(column: Column) -> bool:
     It does not pay for single bytes, nor for log-probabilities, which are noise but for their highest byte and the runs
     of NaN, nor for weight versions: deflate finds runs as they are.
     """
-    return column.dtype not in ("uint8", TEXT) and column.path not in ("tokens/logprob", "tokens/weight_version")
-
-
-def level(column: Column) -> int:
-    """Returns the compression level of a column: 3 for text, which saves 6 % for half a millisecond a rollout, or 1."""
-    return 3 if column.path in ("messages/json", "artifacts/bytes") else 1
+    return column.dtype != "uint8" and column.path not in ("tokens/logprob", "tokens/weight_version")
 
 
 def markdown() -> str:

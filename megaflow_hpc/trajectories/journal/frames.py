@@ -32,7 +32,11 @@ import msgpack
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import behind_hole, open_regular
 from megaflow_hpc.ledger.files import passing
-from megaflow_hpc.trajectories.hdf5.deflate import crc32
+
+try:
+    from isal.isal_zlib import crc32  # several times as fast
+except ImportError:  # no wheel for this processor
+    from zlib import crc32
 
 logger = logging.getLogger(__name__)
 

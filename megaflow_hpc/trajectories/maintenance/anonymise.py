@@ -20,9 +20,9 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.columns import texts
 from megaflow_hpc.trajectories.hdf5.encoding import DEEPEST
-from megaflow_hpc.trajectories.hdf5.file import attribute, open_file
+from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.maintenance.compact import writer_like
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 _OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
@@ -113,8 +113,8 @@ def anonymise(
         scrub.learn(users=[*names, getpass.getuser()], hosts=[os.uname().nodename])
         for column in ("trajectories/node", "attempts/node"):
             scrub.learn(hosts=set(texts(source[column])))
-        with writer_like(source, temporary) as writer:
-            writer.describe(sources="{}", **_described(source, scrub))
+        campaign = scrub.text(attribute_text(source, "campaign"))
+        with TrajectoryWriter(temporary, campaign, attributes=_described(source, scrub)) as writer:
             for row in store:
                 trajectory = row.trajectory()
                 changed = _scrub(trajectory, scrub)
@@ -131,7 +131,7 @@ def anonymise(
 
 
 def _described(source: Any, scrub: Scrubber) -> dict[str, str]:
-    found = {"campaign": scrub.text(str(source.attrs.get("campaign", "")))}
+    found = {}
     for name in ("config", "versions"):
         if name in source.attrs:
             found[name] = json.dumps(scrub.value(attribute(source, name)), sort_keys=True)

@@ -1,15 +1,15 @@
-"""Makes campaigns smaller: drops superseded attempts, artifacts and, in the end, the journals of a finished run.
+"""Makes campaigns smaller: drops superseded attempts and artifacts, and the journals of a finished run.
 
-A file is rewritten under a temporary name and replaced by rename; the chunks of token and message columns are copied
-as they are. Journals are removed only if the campaign is finished, the file contains all of their trajectories, and
-every column of the file agrees with its checksum.
+A file is written under a temporary name and replaced by rename. Journals are removed only if the campaign is
+finished, the file contains all that they do, and every column of the file can be read.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,19 @@ from numpy.typing import NDArray
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
-from megaflow_hpc.trajectories.hdf5.file import attribute, open_file, recorded_sources
+from megaflow_hpc.trajectories.hdf5.column_writer import column_writer, reward_writer
+from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, read_column, texts
+from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, new_file, open_file, recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
-from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
 from megaflow_hpc.trajectories.maintenance.checksums import verify
 
-_ROWS = 65536
-"""Rows copied at a time, which bounds memory."""
+_WINDOW = 1 << 20
+"""Entries that are copied at a time, which bounds memory."""
+
+Mask = NDArray[np.bool_]
+"""Says for each item whether it is kept."""
 
 
 def compact(
@@ -46,7 +50,7 @@ def compact(
 
     Raises:
         ConfigError: ``path`` is not a campaign file.
-        OSError: no space left, or a read-only directory; the file stays as it was.
+        OSError: no space left, a read-only directory, or a damaged chunk; the file stays as it was.
     """
     path = Path(path)
     target = Path(output) if output else path
@@ -54,26 +58,60 @@ def compact(
     with open_file(path) as source:
         for fault in offset_faults(source):
             raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
-        keep = {"a": _counting_attempts(source), "f": _kept_artifacts(source, drop)}
-        rows = len(source["trajectories/id"])
-        with published(target) as temporary, writer_like(source, temporary) as writer:
-            for start in range(0, rows, _ROWS):
-                writer.extend(source, start, min(start + _ROWS, rows), keep)
+        attempts = _counting_attempts(source)
+        artifacts = _kept_artifacts(source, drop)
+        others = {name: attribute_text(source, name) for name in ("config", "versions") if name in source.attrs}
+        campaign = attribute_text(source, "campaign")
+        with (
+            published(target) as temporary,
+            new_file(temporary, campaign, attribute(source, "sources"), others) as (file, backing),
+        ):
+            for spec in COLUMNS.values():
+                column = column_writer(file, spec)
+                for values in _kept_values(source, spec.path, attempts, artifacts):
+                    column.append(values)
+                    backing.check()
+                column.finish()
+            file.create_group("rewards")
+            for name in source.get("rewards", ()):
+                column = reward_writer(file, name)
+                column.append(read(source[f"rewards/{name}"]))
+                column.finish()
     return {
         "bytes_before": before,
         "bytes_after": target.stat().st_size,
-        "attempts_dropped": int((~keep["a"]).sum()),
-        "artifacts_dropped": int((~keep["f"]).sum()),
+        "attempts_dropped": int((~attempts).sum()),
+        "artifacts_dropped": int((~artifacts).sum()),
     }
 
 
-def writer_like(source: h5py.File, path: Path) -> TrajectoryWriter:
-    """Returns the writer of a new file at ``path`` with the root attributes of ``source``."""
-    others = {name: str(source.attrs[name]) for name in ("config", "versions") if name in source.attrs}
-    return TrajectoryWriter(path, str(source.attrs.get("campaign", "")), attribute(source, "sources"), others)
+def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[NDArray[Any]]:
+    """Yields the values of a column of the new file, in windows that bound memory."""
+    if path == "trajectories/attempt_offset":
+        kept_before = np.concatenate([[0], np.cumsum(attempts)])
+        yield kept_before[read(source[path])]
+    elif path.startswith("attempts/"):
+        yield read_column(source, path)[attempts]
+    elif path in ("artifacts/name", "artifacts/trajectory"):
+        yield read(source[path])[artifacts]
+    elif path == "artifacts/offset":
+        sizes = np.diff(read(source[path]))
+        yield np.concatenate([[0], np.cumsum(sizes[artifacts])])
+    elif path == "artifacts/bytes":
+        offsets = read(source["artifacts/offset"])
+        for number in np.flatnonzero(artifacts).tolist():
+            yield read(source[path], offsets[number], offsets[number + 1])
+    elif path not in source:
+        yield read_column(source, path)
+    else:
+        for start in itertools.count(step=_WINDOW):
+            values = read_column(source, path, start, start + _WINDOW)
+            if not len(values):
+                return
+            yield values
 
 
-def _counting_attempts(source: h5py.File) -> NDArray[Any]:
+def _counting_attempts(source: h5py.File) -> Mask:
     """Returns a mask over the attempts: each trajectory's last attempt with the trajectory's own number and status."""
     offsets = read(source["trajectories/attempt_offset"])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -89,7 +127,7 @@ def _counting_attempts(source: h5py.File) -> NDArray[Any]:
     return keep
 
 
-def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> NDArray[Any]:
+def _kept_artifacts(source: h5py.File, drop: Sequence[str]) -> Mask:
     names = texts(source["artifacts/name"])
     return np.array([not any(fnmatch.fnmatch(name, pattern) for pattern in drop) for name in names], bool)
 

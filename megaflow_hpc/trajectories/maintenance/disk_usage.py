@@ -6,9 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
-
-from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.file import datasets, open_file
 
 
 @dataclass(frozen=True)
@@ -38,19 +36,16 @@ def of_run(path: Path) -> list[DiskShare]:
 
 
 def of_file(path: Path) -> list[DiskShare]:
-    """Returns the usage of each column, largest first; last ``(structure)``: variable-length strings and indices.
+    """Returns the usage of each column, largest first; last ``(structure)``: attributes, indices and, in files of
+    versions 1 and 2, texts.
 
     Raises:
         ConfigError: ``path`` is not a campaign file.
     """
     shares: list[DiskShare] = []
     with open_file(path, complete=False) as file:
-
-        def collect(name: str, item: object) -> None:
-            if isinstance(item, h5py.Dataset):
-                shares.append(DiskShare(name, 1, item.id.get_storage_size(), item.size * item.dtype.itemsize))
-
-        file.visititems(collect)
+        for name, dataset in datasets(file).items():
+            shares.append(DiskShare(name, 1, dataset.id.get_storage_size(), dataset.size * dataset.dtype.itemsize))
     shares.sort(key=lambda share: -share.stored)
     rest = path.stat().st_size - sum(share.stored for share in shares)
     return [*shares, DiskShare("(structure)", 1, rest)]

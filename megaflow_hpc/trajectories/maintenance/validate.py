@@ -6,7 +6,7 @@ Large columns are read in windows, so memory stays bounded. Each kind of fault i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.texts import parse_object
 from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
-from megaflow_hpc.trajectories.hdf5.file import open_file
+from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
-from megaflow_hpc.trajectories.hdf5.structure import faults, lengths, sound
 from megaflow_hpc.types import VERIFIED
 
 _WINDOW = 1 << 20
@@ -30,26 +29,25 @@ def validate(path: str | os.PathLike[str]) -> list[str]:
         ConfigError: it cannot be opened as a campaign file at all.
     """
     with open_file(path, complete=False) as file:
-        columns = sound(file)
+        columns = datasets(file)
         problems = [f"root attribute {name} is missing" for name in ("campaign", "software") if name not in file.attrs]
-        problems = problems or list(faults(columns)) or list(lengths(columns)) or list(_unreadable(file, columns))
-        problems = problems or list(offset_faults(file))
+        problems = problems or list(schema_faults(columns)) or list(_unreadable(columns)) or list(offset_faults(file))
         if not problems:
             for check in (_trajectories, _sequences, _turns, _links, _tokens, _messages, _artifacts):
                 problems += check(file)
     return problems
 
 
-def _unreadable(file: h5py.File, columns: Iterable[str]) -> Iterator[str]:
-    """Yields which columns cannot be read to their end, of those that no other check reads whole."""
-    for path in columns:
-        if path.startswith("tokens/") or path == "messages/json":
+def _unreadable(columns: Datasets) -> Iterator[str]:
+    """Yields the columns that cannot be read to their end."""
+    for dataset in columns.values():
+        if dataset.ndim != 1:
             continue
         try:
-            for first in range(0, len(file[path]), _WINDOW):
-                read(file[path], first, first + _WINDOW)
+            for first in range(0, len(dataset), _WINDOW):
+                read(dataset, first, first + _WINDOW)
         except OSError as error:
-            yield f"/{path}: {error}"
+            yield str(error).removeprefix(f"{dataset.file.filename}: ")
 
 
 def _trajectories(file: h5py.File) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, pvariance
@@ -74,12 +73,6 @@ class Durations:
         """Returns a mean duration: of the rollout's task and policy, else of its task, of its policy, or of all
         rollouts."""
         return next(self._means[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._means)
-
-    def drawn(self, rollout: Rollout, draw: random.Random) -> float:
-        """Draws one of the durations over which :meth:`expected_s` takes the mean."""
-        return draw.choice(
-            next(self._seen[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._seen)
-        )
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
         """Returns the known durations for these rollouts, with which pods start their estimates.

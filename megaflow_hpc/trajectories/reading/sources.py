@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5 import chunks
-from megaflow_hpc.trajectories.hdf5.columns import read, text
+from megaflow_hpc.trajectories.hdf5.columns import read, read_column, read_slices, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
-from megaflow_hpc.trajectories.hdf5.numbering import missing
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OPTIONAL
-from megaflow_hpc.trajectories.hdf5.structure import TARGETS
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS
 from megaflow_hpc.trajectory import Attempt, Turn, linked
 from megaflow_hpc.types import Artifact
 
@@ -149,14 +146,12 @@ class Hdf5Source:
         self.path = path
         self._columns: dict[str, NDArray[Any]] = {}
         self._windows: dict[str, tuple[int, NDArray[Any]]] = {}
-        self._cache = chunks.ChunkCache()
-        self._chunked: dict[str, chunks.ChunkedColumn] = {}
+        self._datasets: dict[str, h5py.Dataset] = {}
         self._length: int | None = None
 
     def close(self) -> None:
-        self._chunked.clear()
+        self._datasets.clear()
         self.file.close()
-        self._cache.clear()
 
     def __len__(self) -> int:
         if self._length is None:  # asked for with every row, and a look-up takes some hundred microseconds
@@ -187,28 +182,27 @@ class Hdf5Source:
         return {name: value for name, value in found.items() if value == value}
 
     def _read(self, path: str, start: int, end: int | None) -> NDArray[Any]:
-        if path not in self.file and path in OPTIONAL:
-            size = len(range(*slice(start, end).indices(self._length_of(path))))
-            return missing(path, size, ())
-        values = read(self.file[path], start, end)
-        if path in TARGETS or path == "sequences/trajectory":
+        if path.startswith("rewards/"):
+            return read(self._dataset(path), start, end)
+        values = read_column(self.file, path, start, end)
+        if path in OFFSETS or path == "sequences/trajectory":
             self._require_order(path, values)
         return values
+
+    def _dataset(self, path: str) -> h5py.Dataset:
+        """Returns a dataset. Opening one takes as long as reading a short slice of it."""
+        if path not in self._datasets:
+            self._datasets[path] = self.file[path]
+        return self._datasets[path]
 
     def _require_order(self, path: str, values: NDArray[Any]) -> None:
         """Raises ``ConfigError`` unless offsets ascend within what they point to, so that no entry is read twice."""
         if not len(values):
             return
-        end = len(self) - 1 if path == "sequences/trajectory" else len(self.file[TARGETS[path]])
+        end = len(self) - 1 if path == "sequences/trajectory" else len(self._dataset(OFFSETS[path]))
         end -= path == "trajectories/message_offset"
         if values[0] < 0 or values[-1] > end or (np.diff(values) < 0).any():
             raise ConfigError(f"{self.path}: /{path}: leads out of its column; run: megaflow-hpc validate {self.path}")
-
-    def _length_of(self, path: str) -> int:
-        """Returns the number of entries that a column missing from the file would have."""
-        extent = COLUMNS[path].extent
-        like = next(c.path for c in COLUMNS.values() if c.extent == extent and c.path in self.file)
-        return len(self.file[like])
 
     def _one(self, path: str, index: int) -> Any:
         """Returns one entry of a column, without reading a million others."""
@@ -232,7 +226,7 @@ class Hdf5Source:
         return window[start - first : end - first]
 
     def _span(self, path: str, item: int) -> tuple[int, int]:
-        if path not in self._columns and len(self.file[path]) > _WHOLE:
+        if path not in self._columns and len(self._dataset(path)) > _WHOLE:
             start, end = self._slice(path, item, item + 2).tolist()
             return start, end
         column = self.column(path)
@@ -246,20 +240,10 @@ class Hdf5Source:
         sequence = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
         bounds = self.column("sequences/token_offset")
         starts, ends = bounds[sequence], bounds[sequence + 1]
-        columns = chunks.gather(self._columns_of(*TOKEN_COLUMNS), starts, ends)
+        columns = [read_slices(self._dataset(path), starts, ends) for path in TOKEN_COLUMNS]
         offsets = offsets_of(ends - starts)
         policy = text(self.column("sequences/policy")[sequence])
         return Flat(np.repeat(rows, count), policy, offsets, *columns)
-
-    def _columns_of(self, *paths: str) -> list[chunks.ChunkedColumn]:
-        for path in paths:
-            if path not in self._chunked:
-                self._chunked[path] = chunks.ChunkedColumn(self.file[path], self._cache)
-        return [self._chunked[path] for path in paths]
-
-    def _bytes(self, path: str, start: int, end: int) -> bytes:
-        bounds = np.array([start], np.int64), np.array([end], np.int64)
-        return chunks.gather(self._columns_of(path), *bounds)[0].tobytes()
 
     def sequences(self, row: int) -> list[SequenceView]:
         start, end = self._span("trajectories/sequence_offset", row)
@@ -267,7 +251,7 @@ class Hdf5Source:
             return []
         offsets = self._slice("sequences/token_offset", start, end + 1)
         policies = text(self._slice("sequences/policy", start, end))
-        flat = chunks.gather(self._columns_of(*TOKEN_COLUMNS), offsets[:1], offsets[-1:])
+        flat = [read(self._dataset(path), offsets[0], offsets[-1]) for path in TOKEN_COLUMNS]
         parts = pairwise((offsets - offsets[0]).tolist())
         return [
             SequenceView(policy, *(column[a:b] for column in flat))
@@ -279,7 +263,7 @@ class Hdf5Source:
         if end == start:
             return []
         offsets = self._slice("messages/offset", start, end + 1).tolist()
-        data = self._bytes("messages/json", offsets[0], offsets[-1])
+        data = read(self._dataset("messages/json"), offsets[0], offsets[-1]).tobytes()
         try:
             return [parse_object(data[a - offsets[0] : b - offsets[0]]) for a, b in pairwise(offsets)]
         except ValueError as error:
@@ -334,7 +318,8 @@ class Hdf5Source:
         offsets = self._slice("artifacts/offset", start, end + 1).tolist()
         names = text(self._slice("artifacts/name", start, end))
         spans = zip(names, pairwise(offsets), strict=True)
-        return [Artifact(name, self._bytes("artifacts/bytes", a, b)) for name, (a, b) in spans]
+        data = self._dataset("artifacts/bytes")
+        return [Artifact(name, read(data, first, last).tobytes()) for name, (first, last) in spans]
 
     def _records(self, group: str, made: Any, start: int, end: int) -> list[dict[str, Any]]:
         """Returns items ``[start, end)`` of a group as dicts of Python values, with the fields that ``made`` has."""

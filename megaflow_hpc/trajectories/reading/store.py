@@ -27,7 +27,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
 from megaflow_hpc.trajectories.hdf5.columns import text
-from megaflow_hpc.trajectories.hdf5.file import attribute, recorded_sources
+from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, recorded_sources
 from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
@@ -163,7 +163,7 @@ class TrajectoryStore:
     def campaign(self) -> str:
         """The campaign's name."""
         if isinstance(self._source, Hdf5Source):
-            return str(self._source.file.attrs.get("campaign", ""))
+            return attribute_text(self._source.file, "campaign")
         return campaign_name(RunDir(self.path))
 
     @cached_property

@@ -1,9 +1,9 @@
-"""Read the texts of token ids from a model's ``tokenizer.json``.
+"""Reads the texts of token ids from a model's ``tokenizer.json``, to show single tokens.
 
-This is enough to show single tokens. A tokenizer's own ``decode`` is not made for that: it joins tokens, drops leading
-blanks and cannot show half a character. Two encodings of bytes are supported, which cover today's models: byte-level
-(GPT-2's alphabet of 256 printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece's (``▁`` for a blank,
-``<0x0A>`` for a byte; Llama 2, Gemma, Mistral).
+A tokenizer's own ``decode`` does not suit that: it joins tokens, drops leading blanks and cannot show half a character.
+Two ways of writing bytes as pieces are known, and they cover current models: byte-level (GPT-2's alphabet of 256
+printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece's (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2,
+Gemma, Mistral).
 
 A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory. For a file that was moved
 elsewhere, the model's directory is used if it is still at the campaign's path.
@@ -16,26 +16,18 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host import child
-from megaflow_hpc.host.apptainer import clean_environment
-from megaflow_hpc.host.child import Limits, confine
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 128 << 20
 """Maximum size of a ``tokenizer.json``. The largest known one has 33 MB."""
-MAX_PIECE_CHARACTERS = 1000
-"""Maximum number of characters shown of a piece."""
-LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, file_bytes=0)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -92,42 +84,6 @@ def load(path: Path) -> Vocabulary:
         return Vocabulary(json.loads(data))
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ConfigError(f"{path}: no {FILE} to read token ids with ({error})") from error
-
-
-def pieces(path: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Returns the texts of token ids. Reads the ``tokenizer.json`` in a process with resource limits.
-
-    Raises:
-        ConfigError: :func:`load` fails, or reading exceeds :data:`LIMITS`.
-    """
-    done = subprocess.run(
-        [*child.argv_of(sys.modules[__name__]), os.path.abspath(path)],
-        input=json.dumps(sorted({int(token) for token in ids})).encode(),
-        capture_output=True,
-        env=clean_environment(),
-        cwd="/",
-        check=False,
-    )
-    if done.returncode == ConfigError.exit_status:
-        raise ConfigError(done.stdout.decode("utf-8", "surrogateescape"))
-    if done.returncode:
-        most = f"{LIMITS.memory_bytes >> 30} GiB of memory and {LIMITS.cpu_s} s of CPU time"
-        raise ConfigError(f"{path}: no {FILE} to read token ids with (reading it takes more than {most}, or failed)")
-    return {int(token): text for token, text in json.loads(done.stdout).items()}
-
-
-def main() -> None:
-    """Reads token ids from standard input and prints their texts as JSON. The argument is the tokenizer file."""
-    confine(LIMITS)
-    try:
-        vocabulary = load(Path(sys.argv[1]))
-        found = {token: vocabulary.piece(token)[:MAX_PIECE_CHARACTERS] for token in json.load(sys.stdin)}
-        sys.stdout.write(json.dumps(found))
-    except ConfigError as error:
-        sys.stdout.buffer.write(str(error).encode("utf-8", "surrogateescape"))
-        sys.exit(error.exit_status)
-    except MemoryError:
-        os._exit(1)
 
 
 def kept(run: RunDir, policy: str) -> Path:

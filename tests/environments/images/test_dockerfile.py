@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.builds import program, workshop
+from megaflow_hpc.environments.builds import tree, workspace
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
@@ -618,14 +618,14 @@ def test_a_default_that_a_base_image_might_know_better_is_told(small_rootfs: str
 def test_without_an_overlay_a_chain_is_laid_out_once_for_all_its_steps(
     small_rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     laid: list[str] = []
 
     async def counted(prefix: Sequence[str], *words: str, said: object = None) -> str:
         laid.extend(words[2:] if words[0] == "lay" else ())
-        return await program.run_tree(prefix, *words, said=said)
+        return await tree.run_tree(prefix, *words, said=said)
 
-    monkeypatch.setattr(workshop, "run_tree", counted)
+    monkeypatch.setattr(workspace, "run_tree", counted)
     steps = "RUN echo 1 > /one\nRUN rm /one && echo 2 > /two\n"
     steps += "RUN mkdir /d && cat /two > /d/two && rm /two\nRUN ls /d / > /seen\n"
     text = (

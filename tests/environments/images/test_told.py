@@ -42,7 +42,6 @@ def test_a_volume_is_told_where_any_image_is_built(busybox_rootfs: str, tmp_path
 def test_names_of_hosts_that_a_step_changed_are_told(
     busybox_rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "overlay")
     said, _ = told(tmp_path, busybox_rootfs, f"RUN cat /etc/hosts; touch /etc/other\nRUN {step}\n")
     assert said == ["3: /etc/hosts was changed, which is read-only there"]
 

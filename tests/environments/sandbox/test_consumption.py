@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerSandbox
-from megaflow_hpc.environments.sandbox.limits.consumption import MemoryPeak
+from megaflow_hpc.environments.sandbox.limits.usage import MemoryPeak
 from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.running import RunningCommand
+from megaflow_hpc.environments.sandbox.commands.command import RunningCommand
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPair
 from megaflow_hpc.errors import ConfigError, LostError, SandboxError
 from megaflow_hpc.host.process import descendants
@@ -194,8 +194,8 @@ def test_streams_are_used_again_and_nothing_of_them_is_lost(in_any_sandbox: InSa
 
     async def use(sandbox: ApptainerSandbox) -> tuple[set[str], set[int], int]:
         shorts, longs = set(), set()
-        assert sandbox._bundle.container
-        pairs = sandbox._bundle.container.commands._pairs
+        assert sandbox._dir.container
+        pairs = sandbox._dir.container.commands._pairs
         for _ in range(4):
             await sandbox.exec("sleep 0.05 &")
             shorts.add((await sandbox.exec("echo short")).stdout)
@@ -247,8 +247,8 @@ def test_a_holder_that_goes_while_its_streams_are_opened_afresh_leaves_them_whol
     monkeypatch.setattr(StreamPair, "renew", slowly)
 
     async def use(sandbox: ApptainerSandbox) -> list[tuple[str, str]]:
-        assert sandbox._bundle.container
-        running.append(commands := sandbox._bundle.container.commands)
+        assert sandbox._dir.container
+        running.append(commands := sandbox._dir.container.commands)
         pairs = commands._pairs
         await sandbox.exec("true")
         for _ in range(100):
@@ -498,7 +498,7 @@ def test_what_a_sandbox_at_rest_lacks_is_told_by_the_host(in_any_sandbox: InSand
 def test_what_a_copy_at_rest_lacks_is_told_alike(
     busybox_rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     lacking_at_rest(runs(busybox_rootfs, scratch), tmp_path)
 
 
@@ -507,7 +507,7 @@ def test_a_sandbox_at_rest_is_read_by_the_host_and_wakes_for_a_command(in_any_sa
 
 
 def test_a_copy_at_rest_is_read_alike(busybox_rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_LAYER", "copy")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     reading_at_rest(runs(busybox_rootfs, scratch))
 
 
@@ -577,7 +577,6 @@ def test_many_sandboxes_leave_no_descriptor_and_no_directory(rootfs: str, scratc
         ({"network": "tor"}, "tor"),
         ({"workdir": "here"}, "absolute"),
         ({"env": {"A-B": "x"}}, "A-B"),
-        ({"mode": "x"}, "ephemeral"),
     ],
 )
 def test_a_wrong_spec_is_refused_with_its_value(in_any_sandbox: InSandbox, spec: dict[str, Any], said: str) -> None:

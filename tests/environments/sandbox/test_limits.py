@@ -13,8 +13,14 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.limits.disk import free_disk
-from megaflow_hpc.environments.sandbox.limits.watch import BUSY_S, TICK_S, Breach, Node, Watch
-from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import (
+    BUSY_POLL_INTERVAL_S,
+    NODE_POLL_INTERVAL_S,
+    Breach,
+    Node,
+    Watch,
+    Watchdog,
+)
 from megaflow_hpc.errors import LimitError
 from megaflow_hpc.host.process import Identity, descendants
 from megaflow_hpc.types import ExecResult
@@ -222,7 +228,7 @@ def test_time_that_is_used_up_ends_the_sandbox_until_its_processes_are_replaced(
 
     spun, refused, after = in_sandbox(use, **spec)
     assert (spun.exit_code, spun.breach.startswith(f"{limit} limit: ")) == (137, True)
-    assert f"cannot go on: {limit} limit" in refused
+    assert f"has ended: {limit} limit" in refused
     assert after.stdout == "verified\n"
 
 
@@ -269,13 +275,17 @@ def test_short_commands_bring_no_more_looks_than_a_long_one(tmp_path: Path) -> N
     node = Node(1 << 40, free_disk(str(tmp_path)), 0)
     looks, now, ticks = 0, 1000.0, 200
     for _ in range(ticks):
-        now += TICK_S
+        now += NODE_POLL_INTERVAL_S
         watch.poke()  # as each command does
         if watch.wanted(now, node):
             watch.check(now, node)
             looks += 1
-    assert ticks * TICK_S / BUSY_S / 2 <= looks <= ticks * TICK_S / BUSY_S + 1
-    idle = now + BUSY_S
+    assert (
+        ticks * NODE_POLL_INTERVAL_S / BUSY_POLL_INTERVAL_S / 2
+        <= looks
+        <= ticks * NODE_POLL_INTERVAL_S / BUSY_POLL_INTERVAL_S + 1
+    )
+    idle = now + BUSY_POLL_INTERVAL_S
     watch.check(idle, node)
     watch.due = idle + 100
     assert not watch.wanted(idle + 99, node)
@@ -290,11 +300,11 @@ def test_a_look_ahead_of_its_turn_does_not_put_off_the_next(tmp_path: Path) -> N
     node, now = Node(1 << 42, free_disk(str(tmp_path)), 0), 1000.0
     watch.poke()
     watch.check(now, node)
-    assert watch.due == now + BUSY_S
-    node, now = node._replace(available=1 << 40), now + TICK_S
+    assert watch.due == now + BUSY_POLL_INTERVAL_S
+    node, now = node._replace(available=1 << 40), now + NODE_POLL_INTERVAL_S
     assert watch.wanted(now, node)
     watch.check(now, node)
-    assert watch.due == now + BUSY_S
+    assert watch.due == now + BUSY_POLL_INTERVAL_S
 
 
 def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path, look: Look) -> None:

@@ -151,7 +151,7 @@ def test_only_a_gateway_sandbox_has_a_listener(in_sandbox: InSandbox) -> None:
 @pytest.fixture
 def by_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where only root's rights start containers, so that nobody may enter their namespaces."""
-    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "nsenter")
 
 
 async def echo(sandbox: ApptainerSandbox, port: int = 0) -> tuple[asyncio.Server, int]:
@@ -238,18 +238,19 @@ def test_the_way_of_a_listener_is_chosen_by_what_the_node_allows(
     monkeypatch.setattr(helper_python, "why_not", lambda: "this Python cannot be taken along")
     assert how_to_listen("") == ("nsenter", "")
     assert how_to_listen("no user namespaces") == ("", "no user namespaces; and this Python cannot be taken along")
-    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
-    assert how_to_listen("") == ("", "this Python cannot be taken along")
-    monkeypatch.setenv("MEGAFLOW_GATEWAY", "other")
-    with pytest.raises(ConfigError, match="MEGAFLOW_GATEWAY=other"):
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "nsenter")
+    without = "MEGAFLOW_SANDBOX_WITHOUT names nsenter; and this Python cannot be taken along"
+    assert how_to_listen("") == ("", without)
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay, other")
+    with pytest.raises(ConfigError, match="MEGAFLOW_SANDBOX_WITHOUT: 'other': expected clones, overlay, nsenter"):
         how_to_listen("")
 
 
 def test_a_campaign_that_demands_a_gateway_where_no_way_leads_to_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_GATEWAY", "helper")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "nsenter")
     monkeypatch.setattr(helper_python, "why_not", lambda: "this Python cannot be taken along")
-    with pytest.raises(SiteError, match=r"network 'gateway' .* cannot be had on .*: this Python cannot be taken along"):
+    with pytest.raises(SiteError, match=r"network 'gateway' .* cannot be had on .*this Python cannot be taken along"):
         probe.require(["gateway"], tmp_path)
     probe.require(["none", "host"], tmp_path)

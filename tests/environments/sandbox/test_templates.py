@@ -15,9 +15,10 @@ from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.template import Template
 from megaflow_hpc.environments.sandbox.templates import supported
-from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, argv, descendants, parent
 from tests.support.campaigns import Make
+from tests.support.sandboxes import clone_at_once
 from tests.support.waiting import until, until_async
 
 SEEN = {
@@ -71,7 +72,7 @@ def test_a_clone_has_what_a_container_of_apptainer_has(rootfs: str, scratch: Pat
 
 
 def test_nothing_of_the_template_is_left_inside(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
+    clone_at_once(monkeypatch)
 
     async def main() -> list[str]:
         async with ApptainerProvider(scratch) as provider:
@@ -136,7 +137,7 @@ def test_a_clone_reaches_neither_its_template_nor_another_clone(
     rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By number, descriptor, namespace, memory or file; and what it ends is its own."""
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
+    clone_at_once(monkeypatch)
 
     async def main() -> tuple[str, str, str]:
         async with ApptainerProvider(scratch) as provider:
@@ -170,7 +171,7 @@ def test_a_request_is_the_fields_that_it_was_made_of(tmp_path: Path) -> None:
 
 def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places that it mounts on are the agent's files when the next container starts."""
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
+    clone_at_once(monkeypatch)
     trap = scratch / "trap"
     trap.mkdir(parents=True, exist_ok=True)
     (trap / "resolv.conf").write_text("host's\n")
@@ -200,7 +201,7 @@ def test_links_in_a_layer_lead_a_clone_nowhere(rootfs: str, scratch: Path, monke
 def test_a_template_that_is_killed_takes_its_sandboxes_along_and_the_next_start_makes_another(
     rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
+    clone_at_once(monkeypatch)
 
     async def main() -> str:
         async with ApptainerProvider(scratch) as provider:
@@ -256,25 +257,20 @@ def test_an_image_that_takes_no_template_is_started_by_apptainer(rootfs: str, sc
     assert asyncio.run(main()) == [False] * 3
 
 
-def test_how_sandboxes_start_is_decided_by_hand_in_three_words(
-    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_may_do_without_clones(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> list[bool]:
         async with ApptainerProvider(scratch) as provider:
             return [cloned(await provider.start(SandboxSpec(rootfs))) for _ in range(2)]
 
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "apptainer")
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
     assert asyncio.run(main()) == [False, False]
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "faster")
-    with pytest.raises(ConfigError, match="MEGAFLOW_SANDBOX_START=faster"):
-        asyncio.run(main())
 
 
 def test_no_program_of_the_image_runs_in_the_template(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees the scratch of all sandboxes and has the host's network; the image is a stranger's."""
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_START", "clone")
+    clone_at_once(monkeypatch)
     image, reached = scratch / "hostile", scratch / "reached"
     shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
     lines = f"echo $0 >>{reached}; echo $0 >>/ran"

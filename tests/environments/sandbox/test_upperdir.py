@@ -112,12 +112,6 @@ def test_no_link_that_the_agent_made_leads_to_what_is_kept(tmp_path: Path) -> No
     assert os.listdir(upper) == []
 
 
-def test_nothing_but_the_named_paths_is_kept_where_the_image_cannot_be_seen(tmp_path: Path) -> None:
-    upper = tmp_path / "upper"
-    fill(upper, *SYSTEM, *NEW, "app/x")
-    assert sift(upper, None, Rules(["app"])).kept == ["app"]
-
-
 def test_directories_on_the_way_have_the_images_mode(tmp_path: Path) -> None:
     upper, seen = tmp_path / "upper", image(tmp_path)
     fill(upper, "usr/src/app/y")

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.api import CHAT
-from megaflow_hpc.model.gateway.connection import Connections
 from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Unavailable
+from megaflow_hpc.model.gateway.engine_client import EngineClient
 from megaflow_hpc.model.gateway.protocols import Answer, plain
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
@@ -47,12 +47,12 @@ async def answer_to(raw: bytes, **body: Any) -> Answer:
     runner = web.ServerRunner(web.Server(engine))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    connections = Connections()
+    client = EngineClient()
     server = Server("p.0", "p", f"http://127.0.0.1:{runner.addresses[0][1]}", "key", "m")
     try:
-        return await plain(Call(connections, server, CHAT, {"model": "m", **body}, 10.0, Recorder("p"), "p"))
+        return await plain(Call(client, server, CHAT, {"model": "m", **body}, 10.0, Recorder("p"), "p"))
     finally:
-        connections.close()
+        await client.close()
         await runner.cleanup()
 
 

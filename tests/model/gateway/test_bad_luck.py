@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from aiohttp import web
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Answer, Script
-from megaflow_hpc.model.gateway.connection import Broken, Connections
+from megaflow_hpc.model.gateway.engine_client import Broken, EngineClient
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint
@@ -148,8 +149,8 @@ async def test_a_bad_server_alone_is_named_with_what_it_did() -> None:
         model = await gateway.open("t/p/0", "p")
         status, text = await call(model)
         assert status == 503
-        assert "p.0: the connection was closed" in text
-        assert "the connection was closed" in gateway.call_failure("t/p/0")
+        assert "p.0: ClientPayloadError" in text
+        assert "ClientPayloadError" in gateway.call_failure("t/p/0")
         assert not (await gateway.close("t/p/0")).turns
     bad.close()
 
@@ -262,18 +263,46 @@ async def test_an_engine_with_the_split_is_asked_in_three_requests() -> None:
 
 
 @in_loop
-async def test_a_time_limit_bounds_the_whole_exchange_and_no_connection_is_kept_of_it() -> None:
+async def test_a_time_limit_bounds_the_whole_exchange_and_closes_its_connection() -> None:
+    closed = asyncio.Event()
+
     async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await _request(reader)
         writer.write(HEAD + b"Content-Length: 100000\r\n\r\n")
-        while not writer.is_closing():
+        while not reader.at_eof():
             writer.write(b" ")
-            await asyncio.sleep(0.02)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(), 0.02)
+        closed.set()
 
     server = await asyncio.start_server(drips, "127.0.0.1", 0)
-    connections = Connections()
+    client = EngineClient()
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
     with pytest.raises(Broken, match=r"no answer within 0\.3 s"):
-        await connections.post(url, [b"{}"], key="k", timeout_s=0.3)
-    assert not any(connections._idle.values())
+        await client.post(url, b"{}", key="k", timeout_s=0.3)
+    await asyncio.wait_for(closed.wait(), 10)
+    await client.close()
+    server.close()
+
+
+@in_loop
+async def test_calls_in_a_row_share_a_connection() -> None:
+    connections = 0
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                await _request(reader)
+                writer.write(whole({}))
+        writer.close()
+
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    client = EngineClient()
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
+    for _ in range(3):
+        assert (await client.post(url, b"{}", key="k", timeout_s=20)).status == 200
+    assert connections == 1
+    await client.close()
     server.close()

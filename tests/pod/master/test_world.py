@@ -193,7 +193,7 @@ def test_failures_that_look_systematic_pause_the_pod_and_give_the_rest_back(tmp_
 
 def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_runs(tmp_path: Path) -> None:
     played = play(
-        tmp_path, [f"late_{n}" for n in range(20)], each=5, scheduling={"spare": 3, "groups": "together"},
+        tmp_path, [f"late_{n}" for n in range(20)], each=5, scheduling={"spare": 3},
         samples={"p": 2},
     )  # fmt: skip
     assert played.state == "done"
@@ -208,7 +208,7 @@ def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_r
 
 
 def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> None:
-    run = prepare(tmp_path, [], scheduling={"signal_after": 2, "groups": "together"})
+    run = prepare(tmp_path, [], scheduling={"signal_after": 2})
     old = [
         {name: value for name, value in vars(Rollout("mixed_a", "p", n, "a")).items() if name != "round"}
         for n in (0, 2)
@@ -246,39 +246,21 @@ def test_a_pod_leaves_when_who_may_add_rollouts_has_not_renewed_for_long(tmp_pat
     lease.put()
     played = turn(run)
     assert played.state == "drained"
-    assert "who may add something has not renewed its lease for long" in played.why
+    assert "no consumer that may add blocks has renewed its lease for long" in played.why
     assert [t["id"] for t in played.stored] == ["ok_a/p/0"]
     assert not Ledger(run).finished
     lease.close()
     assert Ledger(run).finished
 
 
-def test_groups_without_signal_are_dropped_but_for_the_samples_tried_at_intervals(tmp_path: Path) -> None:
+def test_groups_without_signal_are_dropped(tmp_path: Path) -> None:
     tasks = [f"{kind}_{n}" for n in range(30) for kind in ("solved", "mixed")]
-    played = play(tmp_path, tasks, each=8, scheduling={"signal_after": 2, "retry_every": 3})
+    played = play(tmp_path, tasks, each=8, scheduling={"signal_after": 2})
     assert played.state == "done"
     assert len({t["id"] for t in played.stored}) == len(played.stored) == 480
     done = Counter(t["task_id"].partition("_")[0] for t in played.stored if t["status"] == "completed")
-    assert done["mixed"] == 240
-    assert 30 * 4 <= done["solved"] < 240, "two of each group, and of the six behind them every third at least"
-
-
-def test_a_straggler_is_run_once_more_elsewhere_and_the_first_result_counts(tmp_path: Path) -> None:
-    played = play(tmp_path, ["stuck_0", *(f"ok_{n}" for n in range(60))], scheduling={"copies": True})
-    assert played.state == "done"
-    assert Counter(t["id"] for t in played.stored) == {**{f"ok_{n}/p/0": 1 for n in range(60)}, "stuck_0/p/0": 1}
-    (stuck,) = [t for t in played.stored if t["task_id"] == "stuck_0"]
-    assert (stuck["status"], stuck["attempt"]) == ("completed", 1)
-    assert [entry["id"] for entry in played.of("copy")] == ["stuck_0/p/0"]
-
-
-def test_a_straggler_whose_copy_has_won_is_not_copied_again_before_it_hears_that_it_is_cancelled(
-    tmp_path: Path,
-) -> None:
-    played = play(tmp_path, ["deaf_0", *(f"ok_{n}" for n in range(60))], scheduling={"copies": True})
-    assert played.state == "done"
-    assert len(played.stored) == len({t["id"] for t in played.stored}) == 61
-    assert [(entry["id"], entry["attempt"]) for entry in played.of("copy")] == [("deaf_0/p/0", 1)]
+    assert done["mixed"] > 200, "a group of both rewards is dropped only if its first two happen to be equal"
+    assert 30 * 2 <= done["solved"] < 240, "two of each group, and others that ran by then"
 
 
 def test_a_limit_of_the_whole_campaign_pauses_the_pod(tmp_path: Path) -> None:

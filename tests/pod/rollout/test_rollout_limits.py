@@ -100,7 +100,7 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
     assert {t.error_kind for t in found.values()} == {"agent"}
     assert "memory limit" in found["oracle"].error
     assert found["recovers"].error.startswith("memory limit: ")
-    assert "cannot go on: cpu time limit: " in found["spins"].error
+    assert "has ended: cpu time limit: " in found["spins"].error
     assert {name: t.reward for name, t in found.items()} == dict.fromkeys(agents, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Groups: closed at their rewards, dropped without signal, tried again at intervals, and every sample accounted for."""
+"""Groups: closed at their rewards, dropped without signal, and every sample accounted for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Queue:
         self.ids = [f"t/p/{n}" for n in range(samples)]
         self.later = self.groups.admit("t/p", "p", self.ids)
         self.waiting = [i for i in self.ids if i not in self.later] + [i for i in self.ids if i in self.later]
-        self.parked: list[str] = []
         self.running: list[str] = []
         self.cancelled: list[str] = []
         self.ended: list[str] = []
@@ -30,15 +29,9 @@ class Queue:
         self.running.remove(rollout)
         self.ended.append(rollout)
         step = self.groups.ended("t/p", rollout, reward)
-        for one in step.park:
-            if one in self.waiting:
-                self.waiting.remove(one)
-                self.parked.append(one)
-        for one in step.unpark:
-            (self.parked if one in self.parked else self.waiting).remove(one)
-            self.waiting.append(one)
+        self.later -= set(step.promote)
         for one in step.cancel:
-            next(place for place in (self.parked, self.waiting, self.running) if one in place).remove(one)
+            (self.waiting if one in self.waiting else self.running).remove(one)
             self.cancelled.append(one)
         return step
 
@@ -74,18 +67,19 @@ def test_samples_that_a_group_has_elsewhere_count() -> None:
     assert groups.ended("t/p", "t/p/3", 1.0).cancel == ["t/p/4"]
 
 
-def test_a_group_without_signal_is_tried_at_intervals_and_comes_back_when_one_differs() -> None:
-    queue = Queue(GroupRules(signal_after=2, retry_every=3), 12)
+def test_a_group_without_signal_is_dropped() -> None:
+    queue = Queue(GroupRules(signal_after=2), 5)
     assert queue.later == set(queue.ids[2:])
     for _ in range(2):
         queue.end(queue.start(), 0.0)
-    assert queue.cancelled == queue.ids[2:4]
-    assert queue.waiting == [queue.ids[4]]
+    assert queue.cancelled == queue.ids[2:]
+
+
+def test_a_group_whose_rewards_differ_runs_whole_and_stands_back_no_more() -> None:
+    queue = Queue(GroupRules(signal_after=2), 5)
     queue.end(queue.start(), 0.0)
-    assert queue.cancelled == [*queue.ids[2:4], *queue.ids[5:7]]
     queue.end(queue.start(), 1.0)
-    assert queue.waiting == queue.ids[8:], "the one that differed woke the rest"
-    assert queue.parked == []
+    assert (queue.later, queue.waiting, queue.cancelled) == (set(), queue.ids[2:], [])
 
 
 def test_nothing_is_known_of_groups_where_no_rule_asks_for_it() -> None:
@@ -96,15 +90,13 @@ def test_nothing_is_known_of_groups_where_no_rule_asks_for_it() -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_sample_ends_or_is_cancelled_and_parked_ones_are_never_lost(data: st.DataObject) -> None:
+def test_every_sample_ends_or_is_cancelled(data: st.DataObject) -> None:
     rules = GroupRules(
         wanted={"p": data.draw(st.integers(1, 6))} if data.draw(st.booleans()) else {},
         signal_after=data.draw(st.sampled_from([0, 2, 3])),
-        retry_every=data.draw(st.integers(0, 4)),
     )
     queue = Queue(rules, data.draw(st.integers(1, 14)))
     while queue.waiting or queue.running:
-        assert not queue.parked or queue.waiting or queue.running
         if queue.waiting and (not queue.running or data.draw(st.booleans())):
             queue.start()
             continue
@@ -115,6 +107,5 @@ def test_every_sample_ends_or_is_cancelled_and_parked_ones_are_never_lost(data: 
             queue.groups.requeued("t/p", rollout)
         else:
             queue.end(rollout, data.draw(st.sampled_from([None, 0.0, 1.0])))
-    assert queue.parked == []
     assert sorted(queue.ended + queue.cancelled) == sorted(queue.ids)
     assert len(queue.groups) == 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.pod.scheduling.failures import MOST_FAILURES, RULES
+from megaflow_hpc.pod.scheduling.failures import MAX_FAILURES, RULES
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Demand, Work
 from megaflow_hpc.pod.scheduling.workers import OVERTAKEN
@@ -116,10 +116,10 @@ def test_causes_are_counted_apart_and_every_rollout_is_given_up_some_time(causes
         scheduler.workers.finish(next_[0], next_[1].rollout.id)
         counted[cause] = counted.get(cause, 0) + 1
         again = scheduler.retry(next_[1], cause, 1)
-        assert again == (counted[cause] <= RULES[cause].retries and sum(counted.values()) < MOST_FAILURES)
+        assert again == (counted[cause] <= RULES[cause].retries and sum(counted.values()) < MAX_FAILURES)
         if not again:
             break
-    assert sum(counted.values()) <= MOST_FAILURES
+    assert sum(counted.values()) <= MAX_FAILURES
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -284,7 +284,7 @@ def test_with_demands_limits_hold_and_all_work_ends(data: st.DataObject) -> None
     assert (scheduler.queued, scheduler.workers.running) == (0, 0)
 
 
-# --- dropping, copies, groups together, excluded workers ---
+# --- dropping, excluded workers ---
 
 
 def test_what_is_dropped_never_starts_and_the_rest_keeps_its_order() -> None:
@@ -312,40 +312,6 @@ def test_what_may_wait_starts_only_when_nothing_else_can_and_then_does() -> None
         assert scheduler.later == 0
 
 
-def test_groups_stay_together_while_their_worker_has_room() -> None:
-    scheduler = Scheduler(together=True)
-    for rank in (1, 2, 3):
-        scheduler.workers.join(rank, 4)
-    scheduler.add(Work(Rollout(f"t{n // 4}", "p", n % 4, "a"), 0, 0) for n in range(12))
-    places: dict[str, set[int]] = {}
-    while (next_ := scheduler.next()) is not None:
-        places.setdefault(next_[1].rollout.task_id, set()).add(next_[0])
-    assert sorted(map(sorted, places.values())) == [[1], [2], [3]]
-
-
-def test_a_copy_runs_elsewhere_and_a_retry_of_either_has_a_number_of_its_own() -> None:
-    scheduler = Scheduler()
-    scheduler.workers.join(1, 2)
-    scheduler.workers.join(2, 1)
-    scheduler.add(work(1))
-    first = scheduler.next()
-    assert first is not None
-    second = scheduler.copy("t0/p/0")
-    assert second is not None
-    assert (first[0], second[0]) == (1, 2)
-    assert scheduler.copy("t0/p/0") is None, "two attempts are enough"
-    assert sorted(scheduler.workers.running_at("t0/p/0")) == [1, 2]
-    numbers = [first[1].attempt, second[1].attempt]
-    scheduler.workers.finish(2, "t0/p/0")
-    scheduler.workers.finish(1, "t0/p/0")
-    assert scheduler.retry(first[1], "node", 1)
-    third = scheduler.next()
-    assert third is not None
-    numbers.append(third[1].attempt)
-    assert numbers == [0, 1, 2]
-    assert (scheduler.workers.running, scheduler.workers.free) == (1, 2)
-
-
 class Planned:
     """A task, of which can be seen whether it is still in memory."""
 
@@ -368,14 +334,10 @@ def test_a_task_is_kept_for_as_long_as_its_work_may_start_and_no_longer() -> Non
     assert in_memory() == [True, True, False]
     assert scheduler.workers.finish(2, "t1/p/0") is not None
     assert in_memory() == [True, False, False]
-    copy = scheduler.copy("t0/p/0")
-    assert copy is not None
-    assert copy[1].planned is kept[0]()
     ended = scheduler.workers.finish(1, "t0/p/0")
     assert ended is not None
-    assert scheduler.workers.finish(2, "t0/p/0") is not None
     assert scheduler.retry(ended, "node", 1)
-    del ended, copy
+    del ended
     ((_, again),) = iter(scheduler.next, None)
     assert again.planned is kept[0]()
     assert scheduler.workers.finish(2, "t0/p/0") is not None

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megaflow_hpc.model import aside, json_pieces, json_text
-from megaflow_hpc.model.gateway import connection, http_messages
+from megaflow_hpc.model import json_text, offload
+from megaflow_hpc.model.gateway import engine_client
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from tests.security.fuzz.servers import BODIES, KEY, ROOT, Site, exchange, request, statuses
@@ -27,12 +27,9 @@ _ENOUGH_S = 60.0
 """The gateway gives up an engine whose answers break off after half a minute."""
 _SMALL = (
     (json_text, "LARGE", 300),
-    (json_text, "_ITEMS", 3),
-    (json_pieces, "WHOLE", 300),
-    (json_pieces, "PIECE", 100),
-    (aside, "ASIDE", 400),
-    (http_messages, "ASIDE", 400),
-    (connection, "SMALL_ANSWER", 500),
+    (json_text, "OFFLOAD_BYTES", 400),
+    (offload, "OFFLOAD_BYTES", 400),
+    (engine_client, "SMALL_ANSWER", 500),
 )
 """So that answers of a kilobyte are dealt with as those of megabytes are."""
 

@@ -124,7 +124,6 @@ def _directories() -> list[bytes]:
     dockerfile = b"FROM debian:12\nWORKDIR /app\nENV A=b\nCOPY note .\nRUN make\n"
     tests, ignore = b"echo 1 > /logs/verifier/reward.txt\n", b"*.draft\n!/test.sh\n"
     extra = '[environment.healthcheck]\ncommand = "true"\nretries = 2\n[verifier.environment]\ndocker_image = "x"\n'
-    extra += '[metadata]\nsandbox_mode = "overlay"\n'
     tables = [TOML, STEPS, SEPARATE, TOML.replace('docker_image = "org/base:1"\n', ""), SEPARATE + extra]
     return [PART.join((table.encode(), b"<!-- canary -->\n\nFix it.\n", dockerfile, tests, ignore)) for table in tables]
 

@@ -22,7 +22,6 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 from tests.support.groups import failed, group, groups, sample
 
 STEPS: list[Any] = [
-    "keep_all",
     {"penalty": {"unfinished": -0.5}},
     {"overlong": {"longest": 100, "buffer": 50}},
     "mask_unfinished",
@@ -30,7 +29,7 @@ STEPS: list[Any] = [
     "zero_variance",
     {"pass_rate": {"range": [0.2, 0.8]}},
     {"staleness": {"max": 2}},
-    {"replay": {"ratio": 0.5, "size": 3, "select": "random"}},
+    {"replay": {"ratio": 0.5, "size": 3}},
 ]
 
 
@@ -48,7 +47,6 @@ def chosen(data: Sequence[Any], there: Sequence[SampleGroup], version: int = 0, 
 def test_without_steps_every_group_is_taken() -> None:
     there = [group([0, 1], "a/p"), group([1, 1], "b/p")]
     assert chosen([], there).taken == tuple(there)
-    assert chosen(["keep_all"], there).taken == tuple(there)
 
 
 def test_what_infrastructure_failed_leaves_its_group() -> None:
@@ -135,10 +133,9 @@ def test_samples_that_are_too_old_leave_their_group() -> None:
     assert choice.drops == {"a/p/0": "stale", "a/p/1": "stale"}
 
 
-def test_groups_with_the_oldest_tokens_come_first_unless_in_order_of_completion() -> None:
+def test_groups_with_the_oldest_tokens_come_first() -> None:
     there = [group([0, 1], "new/p", oldest=3, time_ns=1), group([0, 1], "old/p", oldest=2, time_ns=9)]
     assert [g.task for g in chosen([], there).taken] == ["old", "new"]
-    assert [g.task for g in chosen([{"staleness": {"order": "fifo"}}], there, 3).taken] == ["new", "old"]
 
 
 def test_a_step_settles_as_many_groups_as_are_wanted_and_leaves_the_rest() -> None:
@@ -261,7 +258,7 @@ def test_the_order_of_what_is_handed_in_says_nothing(
 @settings(max_examples=60, deadline=None)
 @given(groups(), st.integers(0, 8))
 def test_filters_of_whole_groups_commute(there: list[SampleGroup], version: int) -> None:
-    filters = ["zero_variance", {"pass_rate": {"range": [0.2, 0.8]}}, "keep_all"]
+    filters = ["zero_variance", {"pass_rate": {"range": [0.2, 0.8]}}]
     results = [chosen(order, there, version) for order in (filters, filters[::-1], [filters[1], filters[0]])]
     assert all(a.taken == b.taken and a.drops.keys() == b.drops.keys() for a, b in pairwise(results))
 

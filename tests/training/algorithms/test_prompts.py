@@ -55,7 +55,7 @@ def test_no_tasks_are_no_error() -> None:
 
 def test_solved_tasks_are_asked_for_no_more() -> None:
     """From 0 with decay 0.9, 28 groups that all pass give 1 - 0.9**28 = 0.9477, 29 give 0.9529."""
-    way, state = prompts(filter_solved={}), {}
+    way, state = prompts(filter_solved=0.95), {}
     for number in range(28):
         state = way.learn(state, [group([1, 1], f"t0@{number}/p")])
     assert state["tasks"]["t0"][2] == pytest.approx(1 - 0.9**28)
@@ -65,7 +65,7 @@ def test_solved_tasks_are_asked_for_no_more() -> None:
 
 
 def test_nothing_is_asked_for_where_everything_is_solved() -> None:
-    way = prompts(filter_solved={"decay": 0.0})
+    way = prompts(filter_solved=0.05)
     state = way.learn({}, [group([1, 1], f"{task}/p") for task in TASKS])
     assert asked(way, 4, state) == []
 
@@ -92,7 +92,7 @@ def test_a_curriculum_prefers_what_is_sometimes_solved() -> None:
 
 
 def test_greso_asks_with_the_base_to_the_power_of_the_streak_above_a_floor() -> None:
-    way = prompts(greso={"easy": 0.5, "hard": 0.9})
+    way = prompts(greso=True)
     state: dict[str, Any] = {}
     for number in range(2):
         state = way.learn(state, [group([1, 1], f"easy@{number}/p"), group([0, 0], f"hard@{number}/p")])
@@ -113,7 +113,7 @@ def test_greso_asks_with_the_base_to_the_power_of_the_streak_above_a_floor() -> 
 
 
 def test_greso_forgets_a_streak_that_breaks_and_begins_anew_where_it_turns() -> None:
-    way, state, streaks = prompts(greso={}), {}, []
+    way, state, streaks = prompts(greso=True), {}, []
     for number, rewards in enumerate([[1, 1], [1, 1], [0, 0], [0, 1], [0, 0], [1, math.nan]]):
         state = way.learn(state, [group(rewards, f"t@{number}/p")])
         streaks.append(state["tasks"]["t"][4])
@@ -121,7 +121,7 @@ def test_greso_forgets_a_streak_that_breaks_and_begins_anew_where_it_turns() -> 
 
 
 def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
-    way = prompts(greso={"easy": 0.5, "hard": 0.5, "step": 0.01})
+    way = prompts(greso=True)
     first = way.learn({}, [group([1, 1], "a/p"), group([0, 1], "b/p"), group([0, 1], "c/p")])
     assert (first["easy"], first["hard"]) == (0.5, 0.5)
     second = way.learn(first, [group([1, 1], "a@1/p"), group([0, 1], "b@1/p")])
@@ -131,7 +131,7 @@ def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
 
 
 def test_what_infrastructure_failed_teaches_nothing() -> None:
-    way = prompts(greso={}, filter_solved={})
+    way = prompts(greso=True, filter_solved=0.95)
     assert way.learn({}, [SampleGroup("a/p", "a", (failed("a/p", 0), failed("a/p", 1)))])["tasks"] == {}
 
 
@@ -140,8 +140,8 @@ WAYS = st.fixed_dictionaries(
     optional={
         "order": st.sampled_from(["uniform", "curriculum"]),
         "pass_rate": st.sampled_from([[0, 1, "exclusive"], [0.25, 1.0]]),
-        "filter_solved": st.just({"decay": 0.5, "threshold": 0.6}),
-        "greso": st.just({}),
+        "filter_solved": st.just(0.05),
+        "greso": st.just(True),
     },
 )
 

@@ -254,7 +254,7 @@ def test_a_broadcast_whose_mark_seems_older_is_taken_once_nothing_changes(
     ("changes", "said"),
     [
         ({"policies": {"default": {"loss": {"epochs": 2}}}}, "leave out epochs and minibatch"),
-        ({"policies": {"default": {"loss": {"minibatch": {"tasks": 1}}}}}, "leave out epochs and minibatch"),
+        ({"policies": {"default": {"loss": {"minibatch": 1}}}}, "leave out epochs and minibatch"),
     ],
 )
 def test_several_optimizer_steps_in_a_step_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

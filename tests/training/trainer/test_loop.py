@@ -199,7 +199,7 @@ def main():
     result, runs, ends = {}, {}, {}
     cases = {
         "plain": {},
-        "several": {"loss": {"kind": "grpo", "epochs": 2, "minibatch": {"tasks": 1}}},
+        "several": {"loss": {"kind": "grpo", "epochs": 2, "minibatch": 1}},
         "m2po": {"loss": {"kind": "m2po", "entropy": 0.01, "epochs": 2}},
     }
     if ranks.first:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -16,7 +19,10 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5 import writer as writer_module
-from megaflow_hpc.trajectories.hdf5.columns import read
+from megaflow_hpc.trajectories.hdf5.columns import read, read_column, read_slices
+from megaflow_hpc.trajectories.hdf5.file import datasets
+from megaflow_hpc.trajectories.maintenance.checksums import verify
+from megaflow_hpc.trajectories.maintenance.compact import compact
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -92,9 +98,9 @@ def test_turns_in_the_file_point_at_sampled_tokens(run):
         assert spans
         assert all(mask[a:b].all() and b > a for a, b in spans)
         assert mask.sum() == sum(b - a for a, b in spans)
-        assert dict(file.attrs)["format"] == "megaflow-hpc/trajectories"
-        assert file.attrs["format_version"] == 2
-        assert file.attrs["campaign"] == "sample"
+        assert file.attrs["format"] == b"megaflow-hpc/trajectories"
+        assert file.attrs["format_version"] == 3
+        assert file.attrs["campaign"] == b"sample"
         assert file["rewards/tests"][:].tolist()[:2] == pytest.approx([math.nan, 0.5], nan_ok=True)
 
 
@@ -103,17 +109,36 @@ def test_h5dump_reads_it(run):
     assert 'DATASET "weight_version"' in out
 
 
-def test_only_shuffle_and_deflate_are_used(run):
-    filters = set()
-
-    def collect(_, item):
-        if isinstance(item, h5py.Dataset):
-            plist = item.id.get_create_plist()
-            filters.update(plist.get_filter(n)[0] for n in range(plist.get_nfilters()))
-
+def test_every_chunk_has_a_checksum_and_no_data_has_variable_length(run):
+    allowed = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
     with h5py.File(gather(run)) as file:
-        file.visititems(collect)
-    assert filters == {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE}
+        for path, dataset in datasets(file).items():
+            stored = dataset.id.get_create_plist()
+            filters = {stored.get_filter(n)[0] for n in range(stored.get_nfilters())}
+            assert h5py.h5z.FILTER_FLETCHER32 in filters <= allowed, path
+            assert dataset.dtype.kind in "iufS", path
+        assert all(not isinstance(value, str) for value in file.attrs.values()), "h5py has str for variable length"
+
+
+def test_a_changed_byte_of_any_chunk_is_found_and_named(run, tmp_path):
+    """By reading the rows, by validate and by verify: with the file, the column and the entries."""
+    data = gather(run).read_bytes()
+    path = tmp_path / "damaged.h5"
+    with h5py.File(run.trajectories) as file:
+        chunks = {name: dataset.id.get_chunk_info(0) for name, dataset in datasets(file).items() if len(dataset)}
+    draw = random.Random(0)
+    for name, chunk in chunks.items():
+        damaged = bytearray(data)
+        damaged[chunk.byte_offset + draw.randrange(chunk.size)] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        entries = rf"/{name}: entries 0 to \d+ cannot be read"
+        place = f"{path}: {entries}"
+        assert [problem for problem in validate(path) if re.match(entries, problem)], name
+        (bad,) = [check for check in verify(path) if not check.good]
+        assert (bad.path, bool(re.search(place, bad.state))) == (name, True)
+        if name.startswith(("tokens/", "messages/", "attempts/")):  # each row reads these
+            with open_trajectories(path) as store, pytest.raises(OSError, match=place):
+                [row.trajectory() for row in store]
 
 
 def test_an_empty_campaign_is_a_valid_file(tmp_path):
@@ -273,7 +298,7 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
         file["x"] = 1
     shutil.copy(whole, tmp_path / "newer.h5")
     with h5py.File(tmp_path / "newer.h5", "r+") as file:
-        file.attrs["format_version"] = 3
+        file.attrs["format_version"] = 4
     shutil.copy(whole, tmp_path / "lacking.h5")
     with h5py.File(tmp_path / "lacking.h5", "r+") as file:
         del file["tokens/logprob"]
@@ -282,8 +307,8 @@ def test_files_that_cannot_be_read_are_named(run, tmp_path):
         "text.h5": "not an HDF5 file",
         "cut.h5": "truncated or damaged",
         "foreign.h5": "this HDF5 file is not ours",
-        "newer.h5": "format_version .*3.*, expected 1 to 2",
-        "lacking.h5": "lacks the dataset /tokens/logprob",
+        "newer.h5": "format_version .*4.*, expected 1 to 3",
+        "lacking.h5": "/tokens/logprob: is missing",
     }
     for name, message in messages.items():
         with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
@@ -309,14 +334,50 @@ def test_an_unknown_dataset_is_ignored(run):
     assert validate(run.trajectories) == []
 
 
-@pytest.mark.parametrize("userblock", [0, 512])
-def test_texts_of_variable_length_are_read_as_hdf5_reads_them(tmp_path, userblock):
-    """Empty, long, many in a heap, in several heaps, not in UTF-8."""
+def test_texts_of_variable_length_are_read_as_hdf5_reads_them(tmp_path):
+    """Empty, long, many, not in UTF-8: columns of versions 1 and 2."""
     texts = ["", "a", "ü" * 3, "b" * 5000, "", *(f"{n} " * (n % 90) for n in range(900)), "x" * 100_000]
-    with h5py.File(tmp_path / "x.h5", "w", userblock_size=userblock) as file:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
         column = file.create_dataset("texts", data=texts, dtype=h5py.string_dtype(), chunks=(64,), compression=1)
         column[1] = b"\xff\xfe"
     with h5py.File(tmp_path / "x.h5") as file:
         expected = file["texts"].asstr(errors="replace")[:].tolist()
         assert read(file["texts"]).tolist() == expected
         assert read(file["texts"], 60, 70).tolist() == expected[60:70]
+
+
+def test_texts_of_any_length_are_bytes_and_offsets(tmp_path):
+    run = run_dir(tmp_path / "run")
+    errors = ["", "no space", "", "x" * 200_000, "ü🦔", "", STRANGE]
+    given = [trajectory(n, status="failed", error=error) for n, error in enumerate(errors)]
+    commit(run, "a", *((0, 0, each) for each in given))
+    expected = [*errors[:-1], "nul \\x00 byte \\udcff half \\ud83e emoji 🦔 end"]
+    with h5py.File(gather(run)) as file:
+        bounds, data = file["trajectories/error_offset"][:], file["trajectories/error"]
+        assert [data[a:b].tobytes().decode() for a, b in pairwise(bounds)] == expected
+        assert read_column(file, "trajectories/error", 2, 5).tolist() == expected[2:5]
+        assert read_column(file, "trajectories/error", 5).tolist() == expected[5:]
+    with open_trajectories(run.path) as store:
+        assert store.column("error").tolist() == expected
+        assert [row.error for row in store] == expected
+    small = run.path / "small.h5"
+    compact(run.trajectories, small)
+    with open_trajectories(small) as store:
+        assert store.column("error").tolist() == expected
+
+
+def test_slices_in_any_order_are_exact(tmp_path):
+    draw = np.random.default_rng(0)
+    values = draw.integers(0, 1000, 100_000, dtype=np.int32)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name, options in (("chunked", {"chunks": (512,), "compression": 1}), ("contiguous", {})):
+            dataset = file.create_dataset(name, data=values, **options)
+            for count in (0, 1, 7, 300):
+                starts = draw.integers(0, len(values), count)
+                ends = np.minimum(starts + draw.integers(0, 2000, count), len(values))
+                expected = [values[a:b] for a, b in zip(starts, ends, strict=True)]
+                assert read_slices(dataset, starts, ends).tolist() == np.concatenate([*expected, values[:0]]).tolist()
+        sparse = file.create_dataset("sparse", (400,), "i4", chunks=(8,), compression=1, fillvalue=-1)
+        sparse[8:16] = np.arange(8)
+        found = read_slices(sparse, np.array([14, 300, 4]), np.array([20, 300, 12]))
+        assert found.tolist() == [6, 7, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 3]

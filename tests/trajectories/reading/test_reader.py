@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED, OPTIONAL, STRING
+from megaflow_hpc.trajectories.hdf5.file import datasets
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact
+from tests.support.earlier_files import as_version_1
 from tests.support.journals import PartedWriter
 from tests.support.samples import commit, run_dir, trajectory
 
@@ -100,15 +102,7 @@ def test_files_of_older_software_are_read(running, tmp_path):
     path = gather(running)
     with open_trajectories(path) as store:
         before = [row.trajectory() for row in store]
-    with h5py.File(path, "r+") as file:
-        file.attrs["format_version"] = np.int32(1)
-        for name in OPTIONAL:
-            del file[name]
-        for column in COLUMNS.values():
-            if column.dtype == STRING and column.path not in OPTIONAL:
-                values = file[column.path].asstr()[:]
-                del file[column.path]
-                file.create_dataset(column.path, data=values, dtype=h5py.string_dtype(), maxshape=(None,), chunks=(7,))
+    as_version_1(path)
     for trajectory_ in before:
         trajectory_.parents = list(range(-1, len(trajectory_.messages) - 1))
         for turn in trajectory_.turns:
@@ -160,18 +154,15 @@ def test_opening_reads_no_row(tmp_path):
     commit(run, "a", *((0, 0, trajectory(n)) for n in range(3)))
     path = gather(run)
     with h5py.File(path, "r+") as file:
-        for column in COLUMNS.values():
-            if column.group != "trajectories":
+        for path_ in datasets(file):
+            if not path_.startswith("trajectories/") or path_ == "trajectories/error":
                 continue
-            values = file[column.path][:]
-            extra = np.full(MANY, values[-1]) if values.dtype != object else np.array([values[-1]] * MANY, object)
-            if column.path == "trajectories/id":
-                extra = np.array([f"many/{n}".encode() for n in range(MANY)], file[column.path].dtype)
-            dtype = file[column.path].dtype
-            del file[column.path]
-            file.create_dataset(
-                column.path, data=np.concatenate([values, extra]), dtype=dtype, chunks=(4096,), compression=1
-            )
+            values, dtype = file[path_][:], file[path_].dtype
+            extra = np.full(MANY, values[-1])
+            if path_ == "trajectories/id":
+                extra = np.array([f"many/{n}".encode() for n in range(MANY)], dtype)
+            del file[path_]
+            file.create_dataset(path_, data=np.concatenate([values, extra]), dtype=dtype, chunks=(4096,), compression=1)
         file["rewards/tests"].resize((MANY + 3,))
     code = (
         "import sys, tracemalloc\n"

@@ -138,21 +138,11 @@ def last_workdir(path: Path) -> str | None:
 
 def context_digest(dockerfile: Dockerfile, base: str = "") -> str:
     """SHA-256 of what a build depends on: the Dockerfile, its base and arguments, and the files it copies."""
-    return context_digests(dockerfile, base)[0]
-
-
-def context_digests(dockerfile: Dockerfile, *bases: str) -> list[str]:
-    """:func:`context_digest` for each of several bases; the files are read once."""
     args = sorted(dockerfile.build_args.items())
-    digests = [hashlib.sha256(f"megaflow-dockerfile-4\0{base}\0{args}\0".encode()) for base in bases]
-
-    def update(data: bytes) -> None:
-        for digest in digests:
-            digest.update(data)
-
-    update(dockerfile.path.read_bytes())
+    digest = hashlib.sha256(f"megaflow-dockerfile-4\0{base}\0{args}\0".encode())
+    digest.update(dockerfile.path.read_bytes())
     for stage in dockerfile.needed:
         for copy in copies(stage):
             if copy.origin is None:
-                dockerfile.context.feed(update, copy.sources)
-    return [digest.hexdigest() for digest in digests]
+                dockerfile.context.feed(digest.update, copy.sources)
+    return digest.hexdigest()

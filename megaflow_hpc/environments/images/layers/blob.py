@@ -27,9 +27,9 @@ else:
 
 BLOCK = 4096
 """A file system gives out blocks, and at least one for what is not empty."""
-LARGEST = 1 << 40
+MAX_LAYER_BYTES = 1 << 40
 """Bytes that a layer may hold, and the size of what it was compressed to."""
-MOST_ENTRIES = 20_000_000
+MAX_ENTRIES = 20_000_000
 
 _CHUNK = 1 << 18
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -141,7 +141,7 @@ class Tally:
         """Counts a file of ``size`` bytes, or something else."""
         self.bytes += BLOCK if is_directory else -(-size // BLOCK) * BLOCK
         self.inodes += 1
-        if self.bytes > LARGEST or self.inodes > MOST_ENTRIES:
+        if self.bytes > MAX_LAYER_BYTES or self.inodes > MAX_ENTRIES:
             raise Refused("more files than a layer may have")
 
 

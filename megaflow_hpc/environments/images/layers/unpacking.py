@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.images.layers.blob import (
-    LARGEST,
-    MOST_ENTRIES,
+    MAX_ENTRIES,
+    MAX_LAYER_BYTES,
     LayerFacts,
     LayerStream,
 )
@@ -99,7 +99,7 @@ class LayerWriter(TreeWriter):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:
-        super().__init__(root, Budget(LARGEST, MOST_ENTRIES))
+        super().__init__(root, Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
         self._owners = owners
         self._marks = marks
         self._directories: dict[Parts, Member] = {}

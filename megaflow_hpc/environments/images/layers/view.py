@@ -18,7 +18,7 @@ from typing import Protocol
 from megaflow_hpc.environments.images.layers.merging import DELETED, is_opaque
 from megaflow_hpc.environments.images.layers.packing import Attributes, attributes_of
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class View:
             found, _ = self._look([*names, name])
             if found is not None and found.is_link and (follow or waiting):
                 links += 1
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     raise OSError(f"{path}: too many links in one another")
                 if found.target.startswith("/"):
                     names = []

@@ -28,8 +28,6 @@ from megaflow_hpc.errors import SiteError
 
 TIMEOUT_S = 60.0
 """Longest silence of a registry."""
-QUICK_S = 3.0
-"""The same where an answer is no more than a courtesy."""
 TRIES = 5
 """In a row that bring less than :data:`PROGRESS` bytes."""
 PROGRESS = 1 << 20
@@ -39,7 +37,7 @@ SLOWEST = 20_000
 """Bytes a second below which a blob is given up, after :data:`GRACE_S`."""
 GRACE_S = 300.0
 REDIRECTS = 5
-MOST_TOKEN = 1 << 20
+MAX_TOKEN_BYTES = 1 << 20
 _CHUNK = 1 << 18
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
 
@@ -50,21 +48,11 @@ class _Interrupted(Exception):
     """A try that may succeed when it is repeated."""
 
 
-class NoAnswer(SiteError):
-    """A registry that cannot be reached, or breaks off each time."""
-
-
 class RegistryClient:
-    """Reads one repository. Several threads may, each its own blob.
+    """Reads one repository. Several threads may, each its own blob."""
 
-    Args:
-        quick: Ask once, and give up after :data:`QUICK_S`.
-    """
-
-    def __init__(self, reference: Reference, quick: bool = False) -> None:
+    def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self._tries = 1 if quick else TRIES
-        self._timeout_s, self._grace_s = (QUICK_S, QUICK_S) if quick else (TIMEOUT_S, GRACE_S)
         self._authorization: str | None = None
         self._answered = False
         trusted = _trusted(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
@@ -104,7 +92,7 @@ class RegistryClient:
             SiteError: not to be had, or shorter or longer than ``size``.
         """
         done = tries = before = 0
-        until = time.monotonic() + self._grace_s + size / SLOWEST
+        until = time.monotonic() + GRACE_S + size / SLOWEST
         while done < size:
             try:
                 for chunk in self._part(digest, done, size):
@@ -115,8 +103,8 @@ class RegistryClient:
             except _Interrupted as error:
                 tries = 1 if done - before >= PROGRESS else tries + 1
                 before = done
-                if tries >= self._tries:
-                    raise NoAnswer(
+                if tries >= TRIES:
+                    raise SiteError(
                         f"{self.reference}: {digest}: {error}; {done} of {size} bytes came, given up after {tries} "
                         "tries"
                     ) from None
@@ -155,12 +143,12 @@ class RegistryClient:
     # --- one request ----------------------------------------------------------------------------------------------
 
     def _patiently(self, read: Callable[[], T]) -> T:
-        for tries in range(1, self._tries + 1):
+        for tries in range(1, TRIES + 1):
             try:
                 return read()
             except _Interrupted as error:
-                if tries == self._tries:
-                    raise NoAnswer(f"{self.reference}: {error}; given up after {tries} tries") from None
+                if tries == TRIES:
+                    raise SiteError(f"{self.reference}: {error}; given up after {tries} tries") from None
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
         raise AssertionError
 
@@ -202,7 +190,7 @@ class RegistryClient:
     def _open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         request.add_header("User-Agent", "megaflow-hpc")
         try:
-            response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_s)
+            response: http.client.HTTPResponse = self._opener.open(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
             response = error  # type: ignore[assignment]  # it is read like one
         except (OSError, http.client.HTTPException) as error:
@@ -214,18 +202,18 @@ class RegistryClient:
                     "own, name its bundle in SSL_CERT_FILE"
                 ) from None
             if isinstance(reason, socket.gaierror | ConnectionRefusedError) and not self._answered:
-                raise NoAnswer(f"{self.reference}: {host} cannot be reached: {_said(reason)}") from None
+                raise SiteError(f"{self.reference}: {host} cannot be reached: {_said(reason)}") from None
             raise _Interrupted(f"{host} cannot be reached ({_said(reason)})") from None
         self._answered = True
         return response
 
     def _read(self, response: http.client.HTTPResponse, most: int, what: str) -> bytes:
-        data, until = bytearray(), time.monotonic() + self._grace_s
+        data, until = bytearray(), time.monotonic() + GRACE_S
         try:
             while len(data) <= most and (chunk := response.read1(_CHUNK)):
                 data += chunk
                 if time.monotonic() > until:
-                    raise NoAnswer(f"{self.reference}: {what} did not come within {self._grace_s:g} s")
+                    raise SiteError(f"{self.reference}: {what} did not come within {GRACE_S:g} s")
         except (OSError, http.client.HTTPException) as error:
             raise _Interrupted(f"the connection broke ({_said(error)})") from None
         if len(data) > most:
@@ -268,7 +256,11 @@ class RegistryClient:
         with closing(self._open(request)) as response:
             if response.status in (429, 500, 502, 503, 504):
                 raise _Interrupted(f"{_host(realm)} answers {response.status}")
-            data = self._read(response, MOST_TOKEN, "the answer of its token server") if response.status == 200 else b""
+            data = (
+                self._read(response, MAX_TOKEN_BYTES, "the answer of its token server")
+                if response.status == 200
+                else b""
+            )
             try:
                 answer = json.loads(data or b"{}")
                 token = answer.get("token") or answer.get("access_token")

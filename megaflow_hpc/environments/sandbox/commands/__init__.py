@@ -1,6 +1,6 @@
-"""The commands of one container: started by a runner inside (``runner.sh``), handed over and read through FIFOs.
+"""The commands of one container. A runner inside (``runner.sh``) starts them; FIFOs carry commands and output.
 
-A :class:`~.container.Container` gets Apptainer's command line and comes up as a runner that waits; its
-:class:`~.dispatcher.CommandDispatcher` gets commands and returns :class:`~megaflow_hpc.types.ExecResult`. The sandbox
-around it calls; nothing here knows of images, layers or limits.
+A :class:`~.container.Container` gets Apptainer's command line and starts as a runner that waits for commands. Its
+:class:`~.dispatcher.CommandDispatcher` takes commands and returns :class:`~megaflow_hpc.types.ExecResult`. Nothing here
+depends on images, layers or limits.
 """

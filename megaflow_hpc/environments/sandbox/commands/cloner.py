@@ -1,15 +1,16 @@
-"""The program of a template: makes sandboxes of its container by ``clone``, each in namespaces of its own.
+"""The program of a template. It makes sandboxes by ``clone``, each in its own namespaces.
 
-It runs inside, by the Python of helper_python.py, and imports nothing else of ours. Standard input is a socket of the
-host's. A request is fields with a zero byte between them, and four descriptors: a sandbox's standard input, output and
-error, and a pipe from which one byte says that its limits are set. The answer is the number of the request and a pidfd.
+It runs inside the template by the Python of helper_python.py and imports no other module of the package. Standard input
+is a socket to the host. A request is fields separated by zero bytes, with four descriptors: standard input, output and
+error of the sandbox, and a pipe. One byte on the pipe says that the limits are set. The answer is the number of the
+request and a pidfd.
 
-A sandbox gets what Apptainer gives a container: the same mounts with the same flags, capabilities, environment. What
-its image or its layer holds is not trusted: names below its root are looked up as from inside (openat2), before
-anything of it runs, and the template's own tree is let go before the first program starts.
+A sandbox gets the mounts, flags, capabilities and environment that Apptainer gives a container. Files of its image and
+its layer are not trusted. So names below its root are looked up as from inside (openat2), before any of its programs
+runs. The template's own tree is unmounted before the first program starts.
 """
 
-import _signal  # type: ignore[import-not-found]  # ``signal`` takes modules that the kit has not
+import _signal  # type: ignore[import-not-found]  # ``signal`` imports modules that are missing here
 import _socket
 import ctypes
 import fcntl

@@ -1,17 +1,15 @@
-"""One running container and the commands in it: the host's side of ``runner.sh`` and ``runner.c``.
+"""One running container and the commands in it: the host's side of ``runner.sh``.
 
 ::
 
     CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
       runner.sh  env    what PID 1 runs, and what it exports
-      runner            the program that starts commands, where there is one for this machine (program.py)
-      w0 w1 …           FIFOs: a record per command for worker 0, 1, …, or a line of shell
+      w0 w1 …           FIFOs: a line of shell per command for worker 0, 1, …
       i17  c17  s17     command 17's standard input, and what is too long for a FIFO; removed when it is done
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
 
-Its commands are in dispatcher.py. The container ends with its owner: the kernel kills it with the thread that started
-it (launcher.py), and its runner kills everything when its command pipe closes. Where Apptainer is setuid only the
-second holds.
+Its commands are in dispatcher.py. The container ends with its owner. The kernel kills it with the thread that started
+it (launcher.py), unless Apptainer is setuid. Its runner also kills every process when the command pipe closes.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -26,10 +25,8 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
-from megaflow_hpc.environments.sandbox.commands import program
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
-from megaflow_hpc.environments.sandbox.commands.shell import NO_WORKDIR, environment_text
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
 from megaflow_hpc.environments.sandbox.commands.template import APPTAINER_ENVIRONMENT, Clone
 from megaflow_hpc.environments.sandbox.processes import namespace_init
@@ -37,27 +34,31 @@ from megaflow_hpc.environments.sandbox.spec import check_variables
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.descriptors import inherited
 from megaflow_hpc.host.process import Identity
 
 _STDERR_KEPT = 16384
 
-_ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
-_LONGEST_ANSWER = 256
-MOST_STRAY = 1000
-"""Stop a container after this many lines that answer no command. Every process of a sandbox can open the runner's
-output and write to it."""
+_ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|dead)")
+_MAX_ANSWER_BYTES = 256
+MAX_STRAY_LINES = 1000
+"""A container ends after this many lines that answer no command. Any process of a sandbox can write to the runner's
+output."""
+
+NO_WORKDIR = "no-workdir"
+"""Line that PID 1 writes before "ready" if the sandbox's workdir cannot be made."""
 
 ENDED_FROM_WITHIN = b"gone"
-"""PID 1's last word when a command has killed every process but it."""
+"""Line that PID 1 writes if a command has killed every other process."""
 
 
 class Container:
-    """One container, started once and used until :meth:`kill`. Belongs to the event loop that started it."""
+    """One container, from :meth:`start` to :meth:`kill`. It belongs to the event loop that started it."""
 
     def __init__(self, control: str, *, on_started: Callable[[Identity], None] | None = None) -> None:
         self.control = control
         self.init: Identity | None = None
-        """The container's PID 1, as the host sees it."""
+        """The container's PID 1 on the host."""
         self._on_started = on_started
         self._process: subprocess.Popen[bytes] | Clone | None = None
         self._stderr_pipe = -1
@@ -72,35 +73,34 @@ class Container:
         self._breach = ""
         self._from_within = False
         self.lost = ""
-        """How the container ended, where nothing inside it did that: preemption, a kill of the job, the OOM killer."""
+        """Why the container ended from outside: preemption, a kill of the job, the OOM killer. Empty otherwise."""
 
     @property
     def alive(self) -> bool:
-        """Whether a process is left; a command can end them all (``kill -9 -1``)."""
+        """True while a process is left. A command can kill them all (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
     @property
     def host_pid(self) -> int | None:
-        """Pid of the process on the host that all of the container's are below: Apptainer's own, or of a clone its
-        PID 1."""
+        """Pid of the process on the host that the container descends from: Apptainer's own, or PID 1 of a clone."""
         return self._process.pid if self._process else None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> None:
-        """Writes what PID 1 reads; it makes ``workdir``, and sources ``settings``, lines of shell of the image's."""
+        """Writes the files that PID 1 reads.
+
+        Args:
+            workdir: PID 1 makes it.
+            settings: shell lines of the image, which PID 1 sources.
+        """
         check_variables(env)
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
         text = environment_text(env, as_root, workdir, settings).encode("utf-8", "surrogateescape")
-        files = {"runner.sh": runner, "env": text}
-        if (built := program.program()) is not None:
-            files[program.NAME] = built
-        for name, content in files.items():
+        for name, content in (("runner.sh", runner), ("env", text)):
             with open(os.path.join(self.control, name), "xb") as file:
                 file.write(content)
-                if name == program.NAME:
-                    os.fchmod(file.fileno(), 0o755)
 
     async def start(
         self,
@@ -111,13 +111,13 @@ class Container:
         prefix: Sequence[str] = (),
         cloned: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
     ) -> None:
-        """Runs ``argv``, whose last words must be the runner, until it says that it is ready.
+        """Runs ``argv``, whose last words must be the runner, until the runner is ready.
 
-        Its first two processes exist then, and no other before ``commands.prepare()``: limits set on them hold for all.
+        Only its first two processes exist before ``commands.prepare()``, so limits set on them hold for all.
 
         Args:
-            prefix: words before it that change what it runs as, and with that its parent-death signal.
-            cloned: starts the runner in place of ``argv``, given its standard error and who is told of its process.
+            prefix: words before it that change its uid, which resets its parent-death signal.
+            cloned: starts the runner in place of ``argv``. It gets the standard error and a callback for the process.
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
@@ -159,7 +159,7 @@ class Container:
         self.commands.init = self.init
 
     def _run(self, argv: Sequence[str], temporary: str, errors: int, prefix: Sequence[str]) -> subprocess.Popen[bytes]:
-        # In a user namespace no setuid bit gives rights, so that the filter takes none from Apptainer.
+        # A user namespace ignores setuid bits, so the filter takes no rights from Apptainer.
         return launcher(filtered=bool(prefix)).call(
             lambda: subprocess.Popen(
                 [*prefix, *dies_with_parent(), *argv],
@@ -176,14 +176,14 @@ class Container:
         return None if self.alive else self.last_words()
 
     def last_words(self) -> str:
-        """Returns why the container failed, of what was written to its standard error."""
+        """Returns why the container failed, from its standard error."""
         text = self._stderr.decode("utf-8", "replace")
         if "/bin/sh" in text and "no such file" in text.lower():
             return f"the image has no /bin/sh, which every command needs ({last_line(text)})"
         return last_line(text)
 
     async def kill(self) -> None:
-        """Ends every process of the container at once; returns when they are gone. Idempotent."""
+        """Kills every process of the container and waits for their end. Idempotent."""
         process = self._process
         if process is None or self._killing:
             return
@@ -204,7 +204,7 @@ class Container:
         self._release()
 
     async def _reap(self, process: subprocess.Popen[bytes] | Clone) -> None:
-        """Waits until no process of the container is left, and Apptainer's own, which follows within milliseconds."""
+        """Waits for the end of all processes of the container and of Apptainer's own."""
         deadline = time.monotonic() + KILL_GRACE_S
         pause = 0.0002
         while process.poll() is None or (self._ended.is_set() and self.init is not None and self.init.alive()):
@@ -215,7 +215,7 @@ class Container:
             pause = min(pause * 2, 0.05)
 
     def _end(self) -> None:
-        """The status pipe closed: PID 1 is gone, and with it every process."""
+        """Handles the end of the status pipe: PID 1 and every other process have ended."""
         loop = asyncio.get_running_loop()
         process = self._process
         assert process is not None
@@ -233,17 +233,16 @@ class Container:
             self._judgement = loop.create_task(self._judge(process))
 
     async def _judge(self, process: subprocess.Popen[bytes] | Clone) -> None:
-        """Who ended the container? From within only all processes but PID 1 can be killed, and then it says so."""
+        """Decides who ended the container. A command can kill all processes but PID 1, which then reports it."""
         await self._reap(process)
         if self._from_within or self._breach:
             self.commands.everyone_killed(self._breach)
         else:
-            self.lost = "the container was ended from outside (a kill of its job, preemption, or want of memory)"
+            self.lost = "the container was ended from outside (a kill of its job, preemption, or lack of memory)"
             self.commands.fail(self.lost)
 
     def mark_breached(self, breach: str) -> None:
-        """Notes the limit for which the container is about to be killed, so that its commands end with it as a
-        result."""
+        """Notes the limit that the container is killed for, so that its commands end with a result."""
         self._breach = breach
 
     def _give_up(self, reason: str) -> None:
@@ -279,37 +278,29 @@ class Container:
         if not data:
             self._end()
             return
-        if self._stray > MOST_STRAY:  # the container is being killed
+        if self._stray > MAX_STRAY_LINES:  # the container is being killed
             return
         *lines, self._answer = (self._answer + data).split(b"\n")
-        self._stray += len(self._answer) > _LONGEST_ANSWER
-        self._answer = self._answer[-_LONGEST_ANSWER:]
+        self._stray += len(self._answer) > _MAX_ANSWER_BYTES
+        self._answer = self._answer[-_MAX_ANSWER_BYTES:]
         try:
             for line in lines:
                 self._stray += not self._take(line)
         except Exception as error:  # a bug of this package: stop, instead of failing at each further line
             print(f"{self.control}: an answer cannot be handled, its container ends: {error!r:.500}", file=sys.stderr)
-            self._stray = MOST_STRAY + 1
-        if self._stray > MOST_STRAY:
+            self._stray = MAX_STRAY_LINES + 1
+        if self._stray > MAX_STRAY_LINES:
             self._give_up("the sandbox filled its control channel")
 
     def _take(self, line: bytes) -> bool:
         """Handles one line of the runner. Returns whether it was expected."""
         if answer := _ANSWER.fullmatch(line):
-            worker, status, word = answer.groups()
-            if word == b"up":
-                self.commands.workers.came_up()
-                return False
-            return self.commands.answered(int(worker), None if word else int(status))
+            worker, status = answer.groups()
+            return self.commands.answered(int(worker), None if status is None else int(status))
         if self._ready is None or self._ready.done():
             self._from_within |= line == ENDED_FROM_WITHIN
             return False
-        if line == program.READY:
-            self.commands.by_program = True
-            self._ready.set_result(None)
-        elif line == b"ready" and program.way() == "program":
-            self._ready.set_exception(SandboxError("the program that starts commands does not run in it"))
-        elif line == b"ready":
+        if line == b"ready":
             self._ready.set_result(None)
         elif line == NO_WORKDIR.encode():
             while self._read_stderr(self._stderr_pipe):
@@ -340,10 +331,25 @@ class Container:
 
 
 def _terminal() -> tuple[int, int]:
-    """Our end and the container's of its standard error: a terminal, for runner.sh's job control, or a pipe."""
+    """Returns both ends of the standard error: a terminal, for runner.sh's job control, or a pipe."""
     try:
         ours, theirs = os.openpty()
-    except OSError:  # as many terminals as the node allows
+    except OSError:  # the node has no terminal left
         return os.pipe()
     tty.setraw(theirs)
     return ours, theirs
+
+
+def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
+    """Returns the shell text that PID 1 sources: ``settings`` of the image, exports, and the making of ``workdir``."""
+    lines = [settings.rstrip("\n"), "ulimit -c 0"]
+    if (descriptors := inherited()) is not None:
+        lines += [f"ulimit -Sn {descriptors}"]  # only the runner needs more
+    if as_root:
+        # uid 0 is the only uid there is, so tar must not try to give files to others.
+        lines += ["export HOME=/root USER=root LOGNAME=root TAR_OPTIONS=--no-same-owner"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    if workdir:
+        quoted = shlex.quote(workdir)
+        lines += [f"[ -d {quoted} ] || mkdir -p {quoted} || echo {NO_WORKDIR}"]
+    return "\n".join(lines) + "\n"

@@ -13,9 +13,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from megaflow_hpc.environments.sandbox.commands.program import LONGEST_RECORD, record
-from megaflow_hpc.environments.sandbox.commands.running import FIRST_WORKERS, RunningCommand, Worker, Workers, make_fifo
-from megaflow_hpc.environments.sandbox.commands.shell import MARKER, command_text, one_line, session_line
+from megaflow_hpc.environments.sandbox.commands.command import (
+    FIRST_WORKERS,
+    MARKER,
+    RunningCommand,
+    Worker,
+    Workers,
+    command_text,
+    make_fifo,
+    one_line,
+    session_line,
+)
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import LostError, SandboxError
@@ -24,21 +32,21 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Commands at once in one sandbox; more wait. Each worker is a process that stays, or two small shells."""
+"""Commands at once in one sandbox; more wait. Each worker is two small shells."""
 
 _SESSION = -1
-"""The number of a worker that is a session's shell."""
+"""Worker number of a session's shell."""
 
 KILL_GRACE_S = 10.0
 """Seconds from the kill of a command to its end; a process in uninterruptible sleep may need them."""
 
 _GONE_S = 1.0
-"""No process of a killed command is found for so long, and it has not ended: its worker was killed."""
+"""A killed command without processes that has not ended after this many seconds has lost its worker."""
 
 _LEFT_OVER_READS = 32
-"""Reads per stream (64 KiB each) after a command's end: a process it left behind may print for ever."""
+"""Maximum reads of each stream (64 KiB each) after a command's end, because a background process may print for ever."""
 
-_LONGEST_ARGUMENT = 100_000
+_MAX_ARGUMENT_BYTES = 100_000
 """The kernel takes at most 128 KiB in one argument."""
 
 
@@ -49,7 +57,7 @@ class CommandDispatcher:
         control: the control directory on the host.
         spawn: asks the runner for worker number K.
         why_ended: ``None`` while the container lives, else its last words.
-        give_up: ends the container, whose commands caused that; called with the reason.
+        give_up: ends the container because of its commands; called with the reason.
     """
 
     def __init__(
@@ -61,8 +69,7 @@ class CommandDispatcher:
     ) -> None:
         self.control = control
         self.init: Identity | None = None
-        """The container's PID 1, as the host sees it; set once it is known."""
-        self.by_program = False  # a program reads records; the shells in its place read lines
+        """The container's PID 1 on the host, once it is known."""
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -73,18 +80,16 @@ class CommandDispatcher:
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 
     def prepare(self) -> None:
-        """Makes what the first commands need; the container's runner takes it up as it starts."""
+        """Makes workers and streams of the first commands before the runner starts."""
         self.workers.prepare()
         self._pairs.prepare(FIRST_WORKERS)
 
-    @property
-    def count(self) -> int:
-        """Number of commands handed over so far."""
-        return self._number
-
     def answered(self, worker: int, status: int | None) -> bool:
-        """Ends a worker's command with ``status``; ``None`` if the worker could not start it and has exited. Returns
-        whether the worker had a command."""
+        """Ends a worker's command; returns whether the worker had one.
+
+        Args:
+            status: ``None`` if the worker could not start the command and has exited.
+        """
         found = self.workers.find(worker)
         command = found.command if found else None
         if command is None:
@@ -97,8 +102,7 @@ class CommandDispatcher:
         return True
 
     def everyone_killed(self, breach: str = "") -> None:
-        """Ends each command with a result, after a command has killed every process but PID 1, or a limit was
-        passed."""
+        """Ends each command with a result after a command killed every process, or after a breach of a limit."""
         for command in list(self._commands.values()):
             if breach:
                 self.mark_breached(command.number, breach)
@@ -107,7 +111,7 @@ class CommandDispatcher:
             self.finish(command, 137)
 
     def mark_breached(self, number: int, breach: str) -> None:
-        """Notes the limit for which a command is about to be killed; its result will name it."""
+        """Notes the limit that a command is killed for, so that its result names it."""
         command = self._commands.get(number)
         if command is not None and not command.breach:
             command.breach = breach
@@ -141,8 +145,8 @@ class CommandDispatcher:
 
         Args:
             limit: bytes kept of each stream.
-            on_output: gets its standard output piece by piece, of which nothing is kept then; ``False`` ends the
-                command.
+            on_output: gets standard output as it comes, which is not kept then. If it returns ``False``, the command
+                ends.
         """
         self._check_alive()
         started = time.monotonic()
@@ -150,7 +154,7 @@ class CommandDispatcher:
             self._check_alive()
             running = self.launch(command, cwd, env or {}, user_input, limit)
             if on_output is not None:
-                # What it leaves in the background prints on when it has ended.
+                # A background process may print after the command has ended.
                 running.on_output = lambda data: on_output(data) or running.done.done() or self.kill(running)
             timer = None
             if timeout_s is not None:
@@ -184,11 +188,11 @@ class CommandDispatcher:
         session: Worker | None = None,
         on_output: Callable[[bytes], None] | None = None,
     ) -> RunningCommand:
-        """Hands a command over; its ``done`` is set when it has ended.
+        """Hands a command to a worker; its ``done`` is set when it has ended.
 
         Args:
-            session: the shell that is to run it.
-            on_output: gets what it prints on standard output.
+            session: the shell that runs it.
+            on_output: gets its standard output.
         """
         self._check_alive()
         self._number += 1
@@ -226,15 +230,12 @@ class CommandDispatcher:
         env: Mapping[str, str],
         user_input: bytes | None,
     ) -> bytes:
-        """What the waiting process reads: the command itself, or where it lies if it is long."""
+        """Returns the line for the waiting process: the command, or the path of a long command."""
         stdin = self._file(running, "i", user_input) if user_input else "/dev/null"
-        if isinstance(command, str) and len(os.fsencode(command)) > _LONGEST_ARGUMENT:
+        if isinstance(command, str) and len(os.fsencode(command)) > _MAX_ARGUMENT_BYTES:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
         if running.worker.number == _SESSION:
             text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
-        elif self.by_program:
-            data = record(running.number, command, cwd, env, stdin, running.pair.names)
-            return data if len(data) <= LONGEST_RECORD else self._file(running, "c", data).encode() + b"\0"
         else:
             text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
         line = one_line(text)
@@ -243,7 +244,7 @@ class CommandDispatcher:
         return line
 
     def _file(self, running: RunningCommand, kind: str, data: bytes) -> str:
-        """Lays a file into the control directory until the command has ended; its path inside."""
+        """Writes a file to the control directory until the command has ended; returns its path inside."""
         name = f"{kind}{running.number}"
         running.files.append(name)
         with open(os.path.join(self.control, name), "xb") as file:
@@ -251,18 +252,18 @@ class CommandDispatcher:
         return f"{CONTROL_DIR}/{name}"
 
     def _listen(self, command: RunningCommand) -> None:
-        """Reads from now on as the command prints."""
+        """Starts to read output while the command runs."""
         command.listening = None
         loop = asyncio.get_running_loop()
         try:
             command.pair.renew()
-        except OSError:  # as many descriptors as this process may have; the command waits as long
+        except OSError:  # this process has no descriptor left; try again later
             command.listening = loop.call_later(10 * command.unheard_s(), self._listen, command)
             return
-        held = [stream for stream in (0, 1) if command.pair.held[stream]]  # the pair may go on to another command
+        held = [stream for stream in (0, 1) if command.pair.held[stream]]  # the pair may serve another command
         for stream in held:
             loop.add_reader(command.pair.descriptors[stream], self._read_output, command, stream)
-        if command.number not in self._commands:  # whoever held it may have gone before it was opened afresh
+        if command.number not in self._commands:  # its holder may have closed it before it was reopened
             self._read_what_is_left(command, *held)
 
     def _read_what_is_left(self, command: RunningCommand, *streams: int) -> None:
@@ -272,7 +273,7 @@ class CommandDispatcher:
                 reads += 1
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
-        """One read; ``True`` if there may be more. A stream that nobody holds any more gives its reader up."""
+        """Reads once; returns whether there may be more. A stream that all processes have closed loses its reader."""
         if not command.pair.held[stream]:
             return False
         descriptor = command.pair.descriptors[stream]
@@ -293,7 +294,11 @@ class CommandDispatcher:
         return False
 
     def finish(self, command: RunningCommand, status: int, dead: bool = False) -> None:
-        """Ends a command with its status and takes back what it used; ``dead``: its worker is gone."""
+        """Ends a command with its status and frees its worker and streams.
+
+        Args:
+            dead: the worker has exited.
+        """
         self._read_what_is_left(command, 0, 1)
         listened = command.listening is None
         if command.listening is not None:
@@ -301,7 +306,7 @@ class CommandDispatcher:
         self._withdraw(command)
         if not dead and command.worker.number != _SESSION:
             self.workers.give_back(command.worker)
-        if not self._pairs.give_back(command.pair):  # somebody in the background holds them
+        if not self._pairs.give_back(command.pair):  # a background process holds them
             self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)
             if not listened:
                 self._listen(command)
@@ -319,13 +324,13 @@ class CommandDispatcher:
                 os.unlink(os.path.join(self.control, name))
 
     def kill(self, command: RunningCommand) -> asyncio.Task[None]:
-        """Starts killing every process of a command; the task returned ends when the command has."""
+        """Starts to kill every process of a command; the returned task ends with the command."""
         if command.killing is None:
             command.killing = asyncio.get_running_loop().create_task(self._kill_command(command))
         return command.killing
 
     async def _kill_command(self, command: RunningCommand) -> None:
-        """Kills what carries the command's mark until it has ended: a child that only just took it has no mark yet."""
+        """Kills processes with the command's mark until it has ended. A child that just took it has no mark yet."""
         if self.init is None:
             return
         marker = b"%s=%d" % (MARKER.encode(), command.number)

@@ -1,8 +1,8 @@
-"""A shell that stays: directory, variables and functions hold from one command to the next.
+"""A shell that keeps directory, variables and functions from one command to the next.
 
-The shell is one long command of its sandbox. It takes a line for every command from a FIFO and evaluates it in itself,
-with standard input empty and the two output streams of that command; the status comes back on the shell's own standard
-output. A command that ends the shell (``exit``) is a result; the next one finds a new shell.
+The shell is one long command of its sandbox. It reads a line for each command from a FIFO and evaluates it, with empty
+standard input and the output streams of that command. The status comes back on the shell's own standard output. A
+command that ends the shell (``exit``) is a result, and the next command gets a new shell.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
+from megaflow_hpc.environments.sandbox.commands.command import RunningCommand, Worker, command_of
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.running import RunningCommand, Worker, command_of
-from megaflow_hpc.environments.sandbox.commands.shell import session_text
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
-_LONGEST_STATUS = 16
+_MAX_STATUS_BYTES = 16
 """Maximum length of a status line, because commands in the shell can write anything to that stream."""
 GRACE_S = 1.0
-"""Seconds from the kill of what a command started to its end; later it is the shell that is busy, and it goes."""
+"""Seconds for a command to end after its processes were killed. Later the shell itself is busy and is killed."""
 
 
 class ShellSession:
     """A shell of a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
 
     Args:
-        commands: those of the sandbox's container, a fresh one if need be.
+        commands: returns the dispatcher of the sandbox's container, which is started if necessary.
     """
 
     def __init__(self, commands: Callable[[], Awaitable[CommandDispatcher]], workdir: str, limit: int) -> None:
@@ -55,10 +54,10 @@ class ShellSession:
         await self._close()
 
     async def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
-        """Runs a command in the shell and waits for its end; one at a time.
+        """Runs a command in the shell and waits for its end. Commands run one at a time.
 
-        After ``timeout_s`` everything the shell has started is killed; where the shell itself is what does not end, it
-        goes as well, and with it its state.
+        After ``timeout_s`` every process that the shell started is killed. If the shell itself does not end, it is
+        killed too and loses its state.
 
         Raises:
             SandboxError: the sandbox is stopped or was lost.
@@ -101,14 +100,14 @@ class ShellSession:
 
     def _answered(self, data: bytes) -> None:
         *lines, partial = (self._partial_line + data).split(b"\n")
-        self._partial_line = partial[-_LONGEST_STATUS:]
+        self._partial_line = partial[-_MAX_STATUS_BYTES:]
         for line in lines:
             running = self._worker.command if self._worker else None
-            if running is not None and line.isdigit() and len(line) < _LONGEST_STATUS and self._commands is not None:
+            if running is not None and line.isdigit() and len(line) < _MAX_STATUS_BYTES and self._commands is not None:
                 self._commands.finish(running, int(line))
 
     async def _interrupt(self, running: RunningCommand) -> None:
-        """Kills what the shell has started, then the shell if it is what goes on."""
+        """Kills what the shell has started, then the shell if the command still runs."""
         assert self._commands is not None
         assert self._shell is not None
         init = self._commands.init
@@ -132,7 +131,16 @@ class ShellSession:
 
 
 def _kill_below(init: int, number: int) -> None:
-    """SIGKILLs all that command ``number`` has started, but not its own first process."""
+    """Sends SIGKILL to all processes of command ``number`` except its first."""
     for pid in descendants(init):
         if command_of(pid) == number and is_runner(parent(pid)):
             kill_each(list(descendants(pid)))
+
+
+def session_text(lines: str) -> str:
+    """Returns what a session's shell runs: it evaluates each line of the FIFO ``lines`` and answers with its status."""
+    # A line's redirections end with it. Descriptors 8 and 9 are closed for the programs that it runs.
+    return (
+        f"exec 8<{lines} 9>&1 >/dev/null 2>&1; _mf_n='\n'\n"
+        'while IFS= read -r _mf_line <&8; do eval "$_mf_line"; echo "$?" >&9; done'
+    )

@@ -1,4 +1,4 @@
-"""Bounded capture of a command's output: the head and the tail of a stream, whatever passes between."""
+"""Bounded capture of a command's output: the head and the tail of each stream."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable
 
 READ_SIZE = 65536
-"""One pipe's worth."""
+"""Capacity of a pipe."""
 
-MOST_LEFT = 32
-"""Pairs that processes left in the background may hold in one container: two descriptors of the owner's each."""
+MAX_LEFT_PAIRS = 32
+"""Maximum pairs that background processes hold in one container. Each costs the owner two descriptors."""
 
 
 class CappedBuffer:
-    """The first and the last ``limit // 2`` bytes of a stream, in memory bounded by twice ``limit``."""
+    """Keeps the first and the last ``limit // 2`` bytes of a stream. Its memory is at most twice ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._head_limit = limit // 2
@@ -41,7 +41,7 @@ class CappedBuffer:
 
     @property
     def truncated(self) -> bool:
-        """Whether bytes in the middle are, or will be, left out."""
+        """True if bytes in the middle are left out."""
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:
@@ -53,10 +53,10 @@ class CappedBuffer:
 
 
 class StreamPair:
-    """The two FIFOs that one command writes to, used again once nobody holds them open any more.
+    """The two FIFOs that a command writes to. They are used again after all its processes have closed them.
 
-    A process left in the background keeps its command's pair; it is read on and thrown away, so that a server
-    that logs to its standard output neither blocks nor dies when the command that started it has ended.
+    A background process keeps its command's pair. Its output is read and discarded, so that a server that logs to its
+    standard output neither blocks nor dies when its command has ended.
     """
 
     def __init__(self, directory: str, number: int) -> None:
@@ -66,17 +66,16 @@ class StreamPair:
             os.mkfifo(path, 0o600)
         self.descriptors: list[int] = []
         self.held = [True, True]
-        """Whether somebody may still write to a stream."""
+        """For each stream, True while a process may still write."""
         self._used = False
 
     def open(self) -> None:
-        """Opens the reading ends, unless they are."""
+        """Opens the reading ends if they are closed."""
         if not self.descriptors:
             self.descriptors = [self._open(path) for path in self._paths]
 
     def renew(self) -> None:
-        """Opens afresh the reading ends that have seen writers go, whose end a poll would report for ever; a read does
-        not."""
+        """Reopens the reading ends whose writers have closed them, because a poll would report that end for ever."""
         if self._used:
             for stream, old in enumerate(self.descriptors):
                 if self.held[stream]:
@@ -85,7 +84,7 @@ class StreamPair:
             self._used = False
 
     def reuse(self) -> None:
-        """Takes the reading ends for the next command, after the last has let go of both streams."""
+        """Prepares the reading ends for the next command, after the last has closed both streams."""
         self.held = [True, True]
         self._used = True
 
@@ -99,13 +98,13 @@ class StreamPair:
         self.descriptors = []
 
     def remove(self) -> None:
-        """Removes the FIFOs: nobody is to read what their holders print."""
+        """Removes the FIFOs. What their holders print later is lost."""
         for path in self._paths:
             os.unlink(path)
 
 
 class StreamPairs:
-    """The pairs of one container: lent to one command each, and taken back once nobody inside holds them."""
+    """The pairs of one container. Each belongs to one command until all processes inside have closed it."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -113,7 +112,7 @@ class StreamPairs:
         self._all: dict[StreamPair, None] = {}
         self._free: list[StreamPair] = []
         self._left: dict[StreamPair, None] = {}
-        """Held by processes in the background, the longest first."""
+        """Pairs that background processes hold, the oldest first."""
 
     def prepare(self, count: int) -> None:
         """Opens ``count`` pairs ahead."""
@@ -123,7 +122,7 @@ class StreamPairs:
         self._free += pairs
 
     def take(self) -> StreamPair:
-        """Returns a pair that nobody holds, a new one if there is none."""
+        """Returns a free pair, a new one if all are held."""
         if self._free:
             return self._free.pop()
         pair = StreamPair(self._directory, self._made)
@@ -132,7 +131,7 @@ class StreamPairs:
         return pair
 
     def give_back(self, pair: StreamPair) -> bool:
-        """Keeps a pair for its next command; ``False`` if somebody inside holds it still."""
+        """Frees a pair for its next command; returns ``False`` if a process inside still holds it."""
         if any(pair.held):
             return False
         self._left.pop(pair, None)
@@ -141,17 +140,19 @@ class StreamPairs:
         return True
 
     def leave(self, pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
-        """Notes that processes in the background hold a pair. Of more than :data:`MOST_LEFT` the one that was held
-        longest loses its reader: who prints into it next gets SIGPIPE."""
+        """Notes that background processes hold a pair.
+
+        If more than :data:`MAX_LEFT_PAIRS` are held, the oldest loses its reader, and its next writer gets SIGPIPE.
+        """
         self._left[pair] = None
-        if len(self._left) > MOST_LEFT:
+        if len(self._left) > MAX_LEFT_PAIRS:
             oldest = next(iter(self._left))
             del self._left[oldest], self._all[oldest]
             _close(oldest, remove_reader)
             oldest.remove()
 
     def unused(self, pair: StreamPair) -> None:
-        """Takes a pair back that was taken and given to no command."""
+        """Frees a pair that no command has used."""
         self._free.append(pair)
 
     def close(self, remove_reader: Callable[[int], object]) -> None:

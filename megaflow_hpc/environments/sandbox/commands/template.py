@@ -1,4 +1,4 @@
-"""One container that Apptainer started, of which sandboxes are cloned: the host's side of ``cloner.py``."""
+"""The container that sandboxes are cloned from: the host's side of ``cloner.py``."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.process import Identity
 
 APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
-"""For Apptainer, which lives some 50 ms: less time in threads and garbage collection that it does not need."""
+"""Saves time in threads and garbage collection, which Apptainer does not need in its 50 ms."""
 
 _AT_ONCE = 32
-"""Requests on their way; more wait, so that the socket never fills."""
+"""Maximum requests under way; more wait, so that the socket never fills."""
 
-LONGEST = 65536
-"""Bytes of a request, as ``cloner.py`` reads them."""
+MAX_REQUEST_BYTES = 65536
+"""Maximum bytes of a request; ``cloner.py`` reads as many."""
 
 END_S = 10.0
 
 
 class Clone:
-    """The first process of a cloned sandbox, in the form of :class:`subprocess.Popen`: it is nobody's child here."""
+    """The first process of a cloned sandbox, with the interface of :class:`subprocess.Popen`. It is not our child."""
 
     def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
@@ -40,7 +40,7 @@ class Clone:
         self._pidfd = pidfd
 
     def poll(self) -> int | None:
-        """Returns ``None`` while it lives."""
+        """Returns ``None`` while the process runs."""
         if self._pidfd >= 0:
             poller = select.poll()
             poller.register(self._pidfd, select.POLLIN)
@@ -51,17 +51,17 @@ class Clone:
         return 0
 
     def kill(self) -> None:
-        """Ends every process of the sandbox."""
+        """Kills every process of the sandbox."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class Template:
-    """A container whose one process waits for requests to clone. Belongs to the event loop that started it.
+    """A container whose only process waits for requests to clone. It belongs to the event loop that started it.
 
     Args:
-        log: a file for what Apptainer says.
+        log: file for Apptainer's output.
     """
 
     def __init__(self, log: str) -> None:
@@ -76,7 +76,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Whether sandboxes can be cloned of it."""
+        """True while it accepts requests."""
         return self._socket is not None and self._ready.done() and not self._ready.exception()
 
     async def start(
@@ -88,10 +88,10 @@ class Template:
         prefix: Sequence[str],
         on_started: Callable[[Identity], None],
     ) -> None:
-        """Runs ``argv``, whose last words must be the cloner, until it says that it is ready.
+        """Runs ``argv``, whose last words must be the cloner, until the cloner is ready.
 
         Raises:
-            SandboxError: it does not; with Apptainer's last words.
+            SandboxError: it is not ready in time; with Apptainer's last line.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log, "wb") as log:
@@ -136,7 +136,9 @@ class Template:
         else:
             number, _, said = data.partition(b"\0")
             asked = self._asked.pop(int(number), None)
-            if asked is None or asked.done():  # who asked has gone, and closed the pipe that it waits for
+            if (
+                asked is None or asked.done()
+            ):  # its caller was cancelled and has closed the pipe that the clone waits for
                 for descriptor in descriptors:
                     os.close(descriptor)
             elif descriptors:
@@ -162,14 +164,14 @@ class Template:
         """Starts a sandbox.
 
         Args:
-            fields: what ``cloner.py`` reads after the number of a request.
-            errors: its standard error.
-            on_started: called with its first process before that does anything: limits set then hold for all.
+            fields: fields of the request after its number.
+            errors: standard error of the sandbox.
+            on_started: called with the first process before that does anything, so limits set then hold for all.
 
         Raises:
-            SandboxError: the template has ended, or does not answer, or a field holds a zero byte.
+            SandboxError: the template has ended or does not answer, or a field holds a zero byte.
         """
-        if any("\0" in field for field in fields):  # it would be two, and what follows it another
+        if any("\0" in field for field in fields):  # a zero byte separates fields
             raise SandboxError("a request whose field holds a zero byte")
         asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         pipes = [os.pipe() for _ in range(3)]
@@ -183,8 +185,8 @@ class Template:
                 self._number += 1
                 self._asked[self._number] = asked
                 message = os.fsencode("\0".join((str(self._number), *fields)))
-                if len(message) > LONGEST:
-                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {LONGEST}")
+                if len(message) > MAX_REQUEST_BYTES:
+                    raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
                 try:
                     pidfd = await asyncio.wait_for(
                         self._ask(message, [stdin, stdout, errors, go], asked), self._timeout_s
@@ -211,12 +213,14 @@ class Template:
             try:
                 socket.send_fds(self._socket, [message], descriptors)
                 break
-            except BlockingIOError:  # it has not read those before
+            except BlockingIOError:  # the template has not read earlier requests
                 await asyncio.sleep(0.005)
+            except OSError:  # the template has ended, before its end was read
+                self._end()
         return await asked
 
     async def stop(self) -> None:
-        """Ends the container, and with it every sandbox that was cloned of it. Idempotent."""
+        """Ends the container and every sandbox that was cloned from it. Idempotent."""
         self._end()
         process, self._process = self._process, None
         if process is not None:

@@ -180,21 +180,21 @@ def _write(screen: int, data: bytes) -> bool:
 
 
 async def open_terminal(
-    run: _Exec, control: str, kit: Path, env: Mapping[str, str], command: Sequence[str] = SHELL
+    run: _Exec, control: str, interpreter: Path, env: Mapping[str, str], command: Sequence[str] = SHELL
 ) -> Terminal:
     """Starts a shell on a terminal of its own in a sandbox.
 
     Args:
         run: runs a command of the sandbox.
         control: the container's control directory on the host; it gets the interpreter, and for a moment a socket.
-        kit: the interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.kit`).
+        interpreter: the interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
         env: added to the sandbox's environment, as ``TERM``.
         command: the shell; its first word is a path.
 
     Raises:
         SandboxError: no terminal can be opened in there, or no shell be started.
     """
-    await asyncio.to_thread(helper_python.lay, kit, Path(control))
+    await asyncio.to_thread(helper_python.link_into, interpreter, Path(control))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,8 +1,8 @@
-"""The CPU time of a sandbox's processes, ended ones too, also where nobody waited for them.
+"""Counts the CPU time of a sandbox's processes, also of ended processes that no process waited for.
 
-A process that is waited for leaves its time to the one that waits. One whose parent ignores SIGCHLD leaves it to
-nobody: between two looks such a process is gone, and its parent's time has not grown by what it had used. Where the
-sandbox has a control group the kernel counts all of them.
+The kernel adds the time of an ended process to the process that waits for it. If the parent ignores SIGCHLD, the time
+is lost: the process is gone at the next look, and its parent's time has not grown by the same amount. If the sandbox
+has a control group, the kernel counts all of them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Processes = Mapping[int, Process]
 
 
 def lost(before: Processes, now: Processes, init: int, ticks: float, processors: int) -> float:
-    """Returns the CPU time, in ticks, of processes that ended between two looks and left it to nobody.
+    """Returns the CPU time, in ticks, of processes that ended between two looks and that no process waited for.
 
-    One that was born and ended within two looks stands for others like it, and is charged the time between them.
+    A process that started and ended within two looks stands for others like it. It is charged the time between them.
 
     Args:
-        init: takes the time of orphans.
+        init: waits for orphans.
         ticks: time between the looks.
-        processors: at most so many ran at a time.
+        processors: maximum number of processes that run at the same time.
     """
     if before.keys() <= now.keys():
         return 0.0
@@ -55,11 +55,11 @@ def _lives(pid: int, old: Process, now: Processes) -> bool:
 
 
 class CpuTime:
-    """The CPU time of one sandbox, over all its containers. ``begin`` and ``end`` as they come and go."""
+    """The CPU time of one sandbox, over all its containers."""
 
     def __init__(self) -> None:
         self.leaks = False
-        """Processes were seen to end without anybody's waiting for them."""
+        """True if processes ended and no process waited for them."""
         self._earlier = 0.0
         self._before = self._now = self._lost = 0.0
         self._group_before = 0.0
@@ -68,12 +68,12 @@ class CpuTime:
 
     @property
     def seconds(self) -> float:
-        """Used since the last :meth:`renew`, as of the last look."""
+        """CPU seconds since the last :meth:`renew`, at the last look."""
         return self._before + self._now
 
     @property
     def total(self) -> float:
-        """Used since the beginning, as of the last look."""
+        """CPU seconds since the beginning, at the last look."""
         return self._earlier + self.seconds
 
     def renew(self, group: Group | None) -> None:
@@ -84,14 +84,14 @@ class CpuTime:
         self._processes = {}
 
     def end(self) -> None:
-        """Ends with a container."""
+        """Handles the end of a container."""
         self._before += self._now
         self._now = self._lost = 0.0
         self._processes = {}
         self.leaks = False
 
     def look(self, init: int, seen: Look, group: Group | None, processors: int, now: float) -> float:
-        """Counts a look; returns the seconds used since the last one."""
+        """Takes in a look; returns the CPU seconds since the last one."""
         last = self._now
         kernel = group.cpu_s() if group is not None else None
         if kernel is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,10 @@ from megaflow_hpc.host.process import children, parent, read_proc, stat_fields
 
 PAGE = resource.getpagesize()
 TICKS = os.sysconf("SC_CLK_TCK")
+
+PEAK_GROWTH = 1.05
+"""A peak is measured again if the upper bound has changed by more than this factor."""
+PEAK_SLACK_BYTES = 1_000_000
 
 _IN_MEMORY = ("dev", "dev/shm")
 """Directories of a container that are memory: what is written there is held by no process."""
@@ -188,3 +192,39 @@ def _read(path: str) -> bytes:
 @functools.cache
 def _opened(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Consumption(NamedTuple):
+    """Use of a sandbox so far, over all its containers, for the record of its rollout. MB are 10^6 bytes."""
+
+    cpu_s: float
+    """CPU time of its processes, ended ones included."""
+    memory_peak_mb: float
+    """The largest amount of memory at a poll. Pages that processes share count once. Use between polls is not seen."""
+    disk_peak_mb: float | None
+    """The largest measured size; ``None`` without a disk limit or before the first measurement."""
+
+
+class MemoryPeak:
+    """Keeps the largest amount of memory that a sandbox held.
+
+    A cheap look counts shared pages in each process, so it is an upper bound. Only a possible peak is measured exactly.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._bound = 0
+
+    def look(self, bound: int, exact: Callable[[], int]) -> None:
+        """Takes in a look.
+
+        Args:
+            bound: an upper bound of what is held, in bytes.
+            exact: measures what is held.
+        """
+        is_no_peak = bound <= self.bytes * PEAK_GROWTH + PEAK_SLACK_BYTES
+        is_unchanged = self._bound / PEAK_GROWTH <= bound <= self._bound * PEAK_GROWTH
+        if is_no_peak or is_unchanged:
+            return
+        self._bound = bound
+        self.bytes = max(self.bytes, exact())

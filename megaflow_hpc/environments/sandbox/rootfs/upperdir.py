@@ -5,7 +5,7 @@ run, the directory is renamed, and a new one gets the changes that the tests may
 All other files are then the image's again. The agent controls the contents of the layer, so no function here follows
 symbolic links in it.
 
-``image`` is a view of all layers of the image (images/layers/view.py), or ``None`` if the host cannot read its files.
+``image`` is a view of all layers of the image (images/layers/view.py).
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Sifted:
     deleted, and new programs that shadow a program of the image."""
 
 
-def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
-    """Sorts the paths of a layer. If ``image`` is ``None``, no path counts as an addition."""
+def sift(upper: Path, image: View, rules: Rules) -> Sifted:
+    """Sorts the paths of a layer."""
     found = Sifted()
-    rules = rules.within(image) if image else rules
+    rules = rules.within(image)
     names: set[str] | None = None
     waiting = [""]
     while waiting:
@@ -101,7 +101,7 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
             if name == OPAQUE_MARK or entry in rules.kept:
                 continue
             real, system = _is_directory(upper / entry), rules.is_system(path)
-            known = image.entry(path) if image else None
+            known = image.entry(path)
             remade = real and system and is_opaque(str(upper / entry))
             if rules.leads(path) and real and (known is None or known.is_directory):
                 waiting.append(entry)
@@ -113,7 +113,7 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
                 found.kept.append(entry)
             elif known and known.is_directory and real and not remade:
                 waiting.append(entry)
-            elif known or image is None or entry != path:
+            elif known or entry != path:
                 found.dropped.append(path)
                 found.false += [path] if known and system else []
             elif rules.additions and not system:
@@ -158,13 +158,13 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
     os.rename(aside, upper)
 
 
-def restore(upper: Path, image: View | None, kept: Sequence[str]) -> None:
+def restore(upper: Path, image: View, kept: Sequence[str]) -> None:
     """Restores the image's programs, libraries and settings in a layer. Other additions of the agent stay."""
     for path in sift(upper, image, Rules(kept)).false:
         revert(upper, path)
 
 
-def mend(upper: Path, image: View | None, workdir: str | None) -> None:
+def mend(upper: Path, image: View, workdir: str | None) -> None:
     """Restores the image's system directories, so that a container starts even if the agent broke them."""
     broken = upper.with_name("broken")
     place = (workdir or "/").strip("/")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,8 @@ from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import child
-from megaflow_hpc.host.apptainer import CONTROL_DIR, unshare
+from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
-
-_MADE_BY_US = ("dev", "proc", "sys", "tmp", "etc", CONTROL_DIR.lstrip("/"))
-
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -41,8 +38,8 @@ class LayerPaths:
 
     upper: Path
     """The overlay's upper directory: what the sandbox changed."""
-    image: View | None
-    """The image below it; ``None`` where its files cannot be seen from the host."""
+    image: View
+    """The image below it."""
 
 
 class WritableLayer:
@@ -96,8 +93,7 @@ class WritableLayer:
                 place = below
             file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
         except FileNotFoundError:
-            image = None if self._access.copies else self._access.image
-            return self._access.copies or (image is not None and not leads(image, parts)), None
+            return self._access.copies or not leads(self._access.image, parts), None
         except OSError:  # a link, or what its maker may read and we may not
             return False, None
         finally:
@@ -116,26 +112,6 @@ class WritableLayer:
         os.rename(self.path, old)
         os.mkdir(self.path, 0o700)
         await asyncio.to_thread(remove_tree, old)
-
-    def holds(self, binds: Collection[str], workdir: str) -> str:
-        """Returns what a layer holds in which nothing has run, in words; empty if it is no more than places for
-        mounts."""
-        made = {*_MADE_BY_US, workdir.lstrip("/"), *(bind.split(":")[-1].lstrip("/") for bind in binds)}
-        top = os.path.join(self.path, "root" if self._access.copies else "upper")
-        for place, directories, files in os.walk(top):
-            inside = os.path.relpath(place, top)
-            below = os.path.join(self._access.rootfs, inside)
-            image = set(os.listdir(below)) if self._access.copies and os.path.isdir(below) else set()
-            expected = inside == "." or any(f"{path}/".startswith(f"{inside}/") for path in made)
-            if not expected and not (self._access.copies and os.path.isdir(below)):
-                return f"its layer holds {inside}"
-            for name in files:
-                if name not in image or not copies.same(os.path.join(place, name), os.path.join(below, name)):
-                    return f"its layer holds {os.path.normpath(os.path.join(inside, name))}"
-            if missing := image - set(files) - set(directories):
-                return f"its layer lacks {os.path.normpath(os.path.join(inside, missing.pop()))}"
-            directories[:] = [name for name in directories if not os.path.islink(os.path.join(place, name))]
-        return ""
 
     # --- snapshots ----------------------------------------------------------------------------------------------
 

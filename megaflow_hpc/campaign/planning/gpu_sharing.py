@@ -1,0 +1,65 @@
+"""Checks campaigns in which a trainer and an engine use the same GPUs in turn (``slurm.trainer.share: sleep``)."""
+
+from __future__ import annotations
+
+from megaflow_hpc.campaign.planning.model_paths import Where
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import Mistakes
+
+SLEEPING = ("vllm", "scripted")
+"""Engines that can sleep."""
+
+
+def sleeping(config: CampaignConfig) -> dict[str, int]:
+    """Returns the policies whose engine sleeps while its trainer steps, with the level of its sleep.
+
+    At level 2 vLLM drops its weights, since it loads the trainer's next version anyway. At level 1 an engine keeps them
+    in the node's memory: an adapter's model, which is not published, and the weights of engines that cannot reload.
+    """
+    if config.training is None or config.slurm.trainer.share != "sleep":
+        return {}
+    levels = {}
+    policies = config.policies()
+    for name, learner in config.training.policies.items():
+        model = policies[name].model if name in policies else None
+        reloads = model is not None and model.engine == "vllm" and learner.lora is None
+        levels[name] = 2 if reloads else 1
+    return levels
+
+
+def check_sharing(config: CampaignConfig, where: Where) -> None:
+    """Refuses a campaign in which trainer and engine cannot take turns.
+
+    Raises:
+        Mistakes: Names each key that is in the way, its value, and what to do.
+    """
+    if not sleeping(config):
+        return
+    training, trainer, found = config.training, config.slurm.trainer, list[tuple[str, object, str]]()
+    assert training
+    if training.mode.bound != 0:
+        found.append(("training.mode", training.mode.kind, "nothing is sampled during a step: write synchronous"))
+    if len(training.policies) > 1:
+        found.append(("training.policies", ", ".join(training.policies), "one trainer takes turns: train one policy"))
+    if trainer.nodes > 1:
+        found.append(("slurm.trainer.nodes", trainer.nodes, "both are on one node: leave it out"))
+    if config.slurm.together:
+        found.append(("slurm.together", True, "the engine is in the trainer's job: leave it out"))
+    for name in training.policies:
+        policy = config.policies().get(name)
+        if policy is None or policy.model is None:
+            continue  # which is said elsewhere
+        key, kinds = f"models.{name}" if config.models else "model", policy.model.kinds()
+        engines = {kind.engine for kind in kinds}
+        if engines - {*SLEEPING}:
+            found.append((f"{key}.engine", ", ".join(sorted(engines)), "only vLLM can be sent to sleep: write vllm"))
+        if (servers := sum(kind.servers.max for kind in kinds)) != 1:
+            found.append((f"{key}.servers", servers, "one server sleeps in the trainer's job: write {min: 1, max: 1}"))
+        if any(kind.nodes > 1 for kind in kinds):
+            found.append((f"{key}.nodes", max(kind.nodes for kind in kinds), "both are on one node: leave it out"))
+        if any(kind.gpus != trainer.gpus for kind in kinds):
+            gpus = ", ".join(str(kind.gpus) for kind in kinds)
+            found.append((f"{key}.gpus", gpus, f"slurm.trainer.gpus is {trainer.gpus}: write the same in both"))
+    if found:
+        told = "slurm.trainer.share: sleep"
+        raise Mistakes([f"{where(key)}: {key}: {value}: {told}: {remedy}" for key, value, remedy in found])

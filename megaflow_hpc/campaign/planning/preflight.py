@@ -1,0 +1,73 @@
+"""Warns of a campaign that is valid but will waste its jobs: idle pods, and rollouts that the walltime cuts off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
+from megaflow_hpc.campaign.planning.model_paths import Where
+from megaflow_hpc.config import Policy
+from megaflow_hpc.ledger.blocks import split
+from megaflow_hpc.slurm.script import WARN_S
+from megaflow_hpc.types import Task
+
+
+def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
+    """Returns a line for each warning.
+
+    Args:
+        walltimes_s: walltimes of pods in seconds, by their section of the campaign file; ``None`` if unknown.
+    """
+    if draft.config.is_pool:
+        return []
+    return [*_idle_pods(draft, where), *_cut_off(draft, where, walltimes_s)]
+
+
+def _idle_pods(draft: Draft, where: Where) -> list[str]:
+    config, pods = draft.config, draft.config.slurm.pods.total
+    if config.training or pods == 1:  # a trainer asks for rollouts round by round
+        return []
+    blocks = len(split(draft.rollouts, pods, whole=whole_groups(config)))
+    if blocks >= pods:
+        return []
+    groups = len({rollout.group_id for rollout in draft.rollouts})
+    why = "which stay whole (scheduling: spare or signal_after)" if whole_groups(config) else ""
+    of = f"{len(draft.rollouts)} rollouts in {groups} groups, {why}" if why else f"{len(draft.rollouts)} rollouts"
+    idle = pods - blocks
+    return [
+        f"{where('slurm.pods.count')}: {pods} pods for {of}: {idle} of them will have nothing to do; {blocks} "
+        f"{'are' if blocks > 1 else 'is'} enough"
+    ]
+
+
+def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
+    lines = []
+    said = set[float]()
+    for key, walltime_s in walltimes_s.items():
+        if walltime_s is None or math.isinf(walltime_s) or walltime_s in said:
+            continue
+        said.add(walltime_s)  # pools that are like others are one warning with them
+        left_s = walltime_s - WARN_S
+        long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
+        if not long:
+            continue
+        worst = max(longest_s(task, draft.policies.values()) for task in long)
+        lines.append(
+            f"{where(f'{key}.time')}: rollouts of {len(long)} of {len(_own(draft))} tasks may take up to "
+            f"{worst:.0f} s (time-outs of agent and tests), and a pod runs them for {max(0, left_s):.0f} s, its "
+            f"walltime less {WARN_S} s: one that is cut off begins again, and fails after two; raise {key}.time, or "
+            "lower agent.timeout_s"
+        )
+    return lines
+
+
+def _own(draft: Draft) -> list[Task]:
+    held_out = set(draft.held_out)
+    return [task for task in draft.tasks if task.id not in held_out]
+
+
+def longest_s(task: Task, policies: Iterable[Policy]) -> float:
+    """Returns the seconds that a rollout of a task takes at most, by the time-outs of agent and tests."""
+    agents = [policy.agent.timeout_s or task.agent_timeout_s for policy in policies]
+    return max(agents, default=task.agent_timeout_s) + task.verifier_timeout_s

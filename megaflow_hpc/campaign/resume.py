@@ -1,0 +1,93 @@
+"""Prepares a run that stopped to continue.
+
+New jobs may ask Slurm for something else, blocks of pods that are gone become free, and failed rollouts run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megaflow_hpc.campaign import job_requests
+from megaflow_hpc.campaign.jobs import Jobs
+from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
+from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
+from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.overrides import Changes, override
+from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.slurm import accounting, site
+from megaflow_hpc.slurm.ids import array_of, scancel
+
+LEAVE_S = 15.0
+"""Seconds for pods to leave after the campaign has finished."""
+
+
+def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, jobs: Jobs) -> CampaignConfig:
+    """Changes the requests of new jobs, and returns the campaign with them. Cancels jobs that wait.
+
+    Raises:
+        ConfigError: Slurm does not run this campaign, or some of its pods run.
+        SiteError: Slurm does not say which pods there are.
+    """
+    if launcher != "slurm":
+        raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
+    pods, known = jobs.live_pods(0), jobs.ids()
+    end = time.monotonic() + LEAVE_S
+    while Marks(run).finished and pods and time.monotonic() < end:  # they are just leaving
+        time.sleep(1.0)
+        pods = jobs.live_pods(0)
+    if pods is None and known:
+        raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
+    if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:
+        raise ConfigError(
+            f"{run}: {len(running)} pods run (among them {running[0]}) and keep what they have asked for; "
+            f"stop them first (megaflow-hpc cancel {run}), nothing that is stored is lost"
+        )
+
+    def check(changed: CampaignConfig) -> None:
+        site.check_site(changed, lambda key: f"{run}: {key}")
+        job_requests.check_resources(changed, planned.server_groups, lambda key: f"{run}: {key}")
+
+    config = override(run, planned.config, requests, check)
+    if pods:
+        scancel(known)
+        jobs.until_gone()
+    return config
+
+
+def mark_gone(ledger: Ledger) -> None:
+    """Frees the blocks of pods that have provably ended."""
+    leases, gone = ledger.leases(), ledger.gone()
+    jobs = sorted({array_of(lease["job_id"]) for lease in leases.values() if lease["job_id"]})
+    live = {job.id for job in accounting.live_jobs(jobs).values() if job.live} if jobs else set()
+    for name, lease in leases.items():
+        if name in gone:
+            continue
+        process = process_here(lease)
+        if lease["job_id"] not in live if lease["job_id"] else process is not None and not process.alive():
+            ledger.mark_gone(name)
+
+
+def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[str]) -> None:
+    """Appends blocks with the failed rollouts whose names match ``only``."""
+    from megaflow_hpc.trajectories.journal.winners import index
+
+    winners = index(run, ledger.seals()).winners
+    again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
+    done = ledger.view().done
+    blocks = read_blocks(run)
+    # A pod that takes over an unfinished block runs its failures again.
+    again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}
+    rollouts = {
+        rollout.id: rollout
+        for block in blocks
+        for rollout in block.rollouts
+        if rollout.id in again and wanted(rollout, only)
+    }
+    if rollouts:
+        whole = whole_groups(config)
+        write_blocks(run, list(rollouts.values()), config.slurm.pods.total, whole=whole)

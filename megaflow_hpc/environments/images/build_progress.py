@@ -1,0 +1,124 @@
+"""Builds and pulls many images in parallel, and reports progress."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+MAX_PARALLEL_BUILDS = 4
+REPORT_INTERVAL_S = 0.25
+CANCEL_TIMEOUT_S = 20.0
+"""Builds may take this long to end after a cancel."""
+
+
+@dataclass(frozen=True)
+class BuildProgress:
+    """Progress of ``total`` images."""
+
+    total: int
+    looked_up: int
+    """Images checked against the store so far. Building starts once all are checked."""
+    there: int = 0
+    """Images that were in the store at the beginning."""
+    to_make: int = 0
+    """Images that the store lacked. Names that cannot be resolved are not counted."""
+    made: int = 0
+    failed: int = 0
+    at_work: int = 0
+    steps: int = 0
+    """Steps of Dockerfiles that were carried out."""
+    bytes: int = 0
+    """Bytes added to the store."""
+    elapsed_s: float = 0.0
+    """Time since the first build began."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Expected remaining seconds; ``None`` before the first image is done."""
+        done = self.made + self.failed
+        return self.elapsed_s / done * (self.to_make - done) if done else None
+
+
+class Watch(Protocol):
+    """Receives reports, from several threads."""
+
+    def say(self, line: str) -> None:
+        """Receives a line for each step, and some for each download."""
+
+    def show(self, state: BuildProgress) -> None:
+        """Receives the progress, some times a second."""
+
+
+Job = Callable[[], Path]
+Told = Callable[[int, int, int, float], None]
+"""Receives the number of images made, failed and under way, and the elapsed seconds."""
+
+
+def at_once() -> int:
+    """Returns the number of images built at a time: one for each processor of this process, at most four."""
+    return min(len(os.sched_getaffinity(0)), MAX_PARALLEL_BUILDS)
+
+
+def make_all(
+    jobs: Mapping[str, Job], told: Told, stop: Callable[[], None], *, keep_going: bool
+) -> tuple[dict[str, Path], dict[str, BaseException]]:
+    """Runs jobs in parallel, in their order. Returns their results, and the errors of the jobs that failed.
+
+    Args:
+        stop: ends running jobs, after a cancel.
+        keep_going: start further jobs after a failure.
+    """
+    waiting, results = deque(jobs.items()), queue.SimpleQueue[tuple[str, Path | BaseException]]()
+    made: dict[str, Path] = {}
+    failed: dict[str, BaseException] = {}
+    begun, halted = [0], threading.Event()
+    guard = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with guard:
+                if halted.is_set() or not waiting:
+                    return
+                name, job = waiting.popleft()
+                begun[0] += 1
+            try:
+                results.put((name, job()))
+            except BaseException as error:
+                if not keep_going:
+                    with guard:
+                        halted.set()
+                results.put((name, error))
+
+    start = time.monotonic()
+    # Daemons, so that a cancelled program does not wait for a registry that does not answer.
+    threads = [threading.Thread(target=work, name=f"images {n}", daemon=True) for n in range(min(at_once(), len(jobs)))]
+    try:
+        for thread in threads:
+            thread.start()
+        while len(made) + len(failed) < (begun[0] if halted.is_set() else len(jobs)):
+            try:
+                name, outcome = results.get(timeout=REPORT_INTERVAL_S)
+            except queue.Empty:
+                pass
+            else:
+                if isinstance(outcome, Path):
+                    made[name] = outcome
+                else:
+                    failed[name] = outcome
+            told(len(made), len(failed), begun[0] - len(made) - len(failed), time.monotonic() - start)
+    except BaseException:
+        halted.set()
+        stop()
+        end = time.monotonic() + CANCEL_TIMEOUT_S
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(max(end - time.monotonic(), 0.0))
+        raise
+    return made, failed

@@ -1,0 +1,194 @@
+"""Says how much a user may still write to a directory, and chooses the directory of the image store by that.
+
+The answer counts the free space of the file system and what quotas leave. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
+(Lustre) are called if they are installed. Each has :data:`QUOTA_TIMEOUT_S` seconds. If one fails or prints unknown
+output, it limits nothing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.private import who_may_replace
+
+QUOTA_TIMEOUT_S = 5.0
+_KIB = 1024
+
+VARIABLE = "MEGAFLOW_IMAGE_STORE"
+"""Names the directories of stores, separated by colons. The first is written to."""
+
+STORE_DIRECTORIES = ("sha256", "names", "layers", "steps", "work")
+"""Subdirectories of a store."""
+SITE_VARIABLES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
+"""Variables by which sites name directories for large files that all nodes share."""
+NEW_STORE_BYTES, NEW_STORE_INODES = 20e9, 50_000
+"""Space that a directory must have free for a new store."""
+MIN_FREE_BYTES, MIN_FREE_INODES = 1e9, 1000
+"""With less free space no image is built or pulled, because that could fail half-way or fill the quota."""
+RECHECK_INTERVAL_S = 60.0
+"""A store that had space is checked again after this time. Each check starts programs."""
+_checked_until: dict[Path, float] = {}
+
+
+@dataclass(frozen=True)
+class DiskQuota:
+    """Bytes and inodes that the user may still write below ``path``. Infinity means no limit."""
+
+    path: str
+    free_bytes: float
+    free_inodes: float
+    bytes_by: str = "the file system"
+    """The limit on bytes: ``the file system``, ``quota`` or ``lfs quota``."""
+    inodes_by: str = "the file system"
+
+
+def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
+    """Returns the quota at a path, or at the closest directory above it that exists.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    found = os.statvfs(place)
+    free_bytes, bytes_by = float(found.f_bavail * found.f_frsize), "the file system"
+    free_inodes, inodes_by = (float(found.f_favail) if found.f_files else math.inf), "the file system"
+    for by, left_bytes, left_inodes in quotas(place, *mount_of(place)):
+        if left_bytes < free_bytes:
+            free_bytes, bytes_by = left_bytes, by
+        if left_inodes < free_inodes:
+            free_inodes, inodes_by = left_inodes, by
+    return DiskQuota(str(place), free_bytes, free_inodes, bytes_by, inodes_by)
+
+
+def quotas(place: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
+    """Yields the name, bytes and inodes that each quota on a file system leaves."""
+    if kind == "lustre" and shutil.which("lfs"):
+        lines = _asked("lfs", "quota", "-q", "-u", getpass.getuser(), str(place))
+        yield from _left("lfs quota", lines[-1:] if lines else [])  # a long name has a line of its own before it
+    elif shutil.which("quota"):
+        lines = _asked("quota", "-w", "-p", "-u", getpass.getuser())
+        yield from _left("quota", [line for line in lines if line.split()[:1] == [device]])
+
+
+def _asked(*command: str) -> list[str]:
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=QUOTA_TIMEOUT_S, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()]  # status 1: over quota
+
+
+def _left(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
+    """Parses ``[device] KiB soft hard grace files soft hard grace``. 0 means no limit; a star means over quota."""
+    for line in lines:
+        numbers = re.findall(r"(?<=\s)(\d+)\*?(?=\s)|(?<=\s)(-)(?=\s)", f" {line} ")
+        values = [int(number) if number else 0 for number, _ in numbers]
+        if len(values) >= 7:
+            used, soft, hard, _, files, soft_files, hard_files = values[:7]
+            kib, inodes = hard or soft or math.inf, hard_files or soft_files or math.inf
+            yield by, max(0.0, (kib - used) * _KIB), max(0.0, inodes - files)
+
+
+def mount_of(place: Path) -> tuple[str, str]:
+    """Returns device and type of the file system of a directory, as the kernel lists them."""
+    best, found = "", ("", "")
+    try:
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return found
+    real = os.path.realpath(place)
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        if len(point) >= len(best) and (real == point or real.startswith(point.rstrip("/") + "/")):
+            kind, device = after.split()[:2]
+            best, found = point, (device, kind)
+    return found
+
+
+def default_stores(named: str | None = None) -> list[Path]:
+    """Returns the stores of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else a default.
+
+    The default is an existing store in a directory that the site names for large files (:data:`SITE_VARIABLES`), else
+    the first of these directories that is writable and has space, else the home directory. A store in the home
+    directory is also read.
+
+    Args:
+        named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
+    """
+    parts = (os.environ.get(VARIABLE) or named or "").split(":")
+    if given := [Path(os.path.expanduser(os.path.expandvars(part))) for part in parts if part]:
+        return given
+    home = Path.home() / ".megaflow-hpc" / "images"
+    large = [
+        Path(os.environ[name]) / f"megaflow-hpc-{os.getuid()}" / "images"
+        for name in SITE_VARIABLES
+        if os.environ.get(name)
+    ]
+    first = next((path for path in large if path.is_dir()), None) or next(filter(_has_space, large), None)
+    if first is None:
+        return [home]
+    return [first, home] if home.is_dir() else [first]
+
+
+def _has_space(store: Path) -> bool:
+    place = store.parents[1]
+    if not place.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
+        return False
+    try:
+        found = disk_quota(place)
+    except OSError:
+        return False
+    return found.free_bytes >= NEW_STORE_BYTES and found.free_inodes >= NEW_STORE_INODES
+
+
+def check_quota(store: Path) -> None:
+    """Refuses to write to a store that has hardly any space left.
+
+    Raises:
+        SiteError: names the space, the limit and the remedy.
+    """
+    if time.monotonic() < _checked_until.get(store, 0.0):
+        return
+    found = disk_quota(store)
+    if found.free_bytes < MIN_FREE_BYTES or found.free_inodes < MIN_FREE_INODES:
+        left = (
+            f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files ({found.inodes_by})"
+        )
+        least = f"{MIN_FREE_BYTES / 1e6:.0f} MB and {MIN_FREE_INODES} files"
+        raise SiteError(
+            f"image store {store}: {left} are left there, less than {least}; name a larger place that nodes see: "
+            f"{VARIABLE}=DIRECTORY, or environment.image_store in the campaign or its site profile; "
+            "megaflow-hpc images prune makes room"
+        )
+    _checked_until[store] = time.monotonic() + RECHECK_INTERVAL_S
+
+
+def check_safe(root: Path) -> None:
+    """Refuses a store that other users could have changed.
+
+    Raises:
+        SiteError: names the directory that other users may write to, and the remedy.
+    """
+    try:
+        owner = root.stat().st_uid
+    except OSError:
+        return
+    for place in (root, *(root / name for name in STORE_DIRECTORIES)):
+        if why := who_may_replace(place, owner, "this image store"):
+            raise SiteError(why)

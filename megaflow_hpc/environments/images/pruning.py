@@ -1,0 +1,138 @@
+"""Removes images from a store, and the layers that only they used.
+
+Layers that no image used before stay for a day, because they may belong to a build or pull that is running or will be
+retried. While a build runs, the layers of removed images stay as long.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.environments.images.atomic_files import abandoned
+from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
+from megaflow_hpc.environments.images.store import ImageStore, StoredImage
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import remove_tree
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Digests of removed images and layers, and files that killed builds had left."""
+
+    images: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """Images that are old enough, but are the base of other images."""
+    freed_bytes: int = 0
+
+
+def prune(
+    store: ImageStore,
+    named: Sequence[StoredImage] = (),
+    older_s: float | None = None,
+    *,
+    dry_run: bool = False,
+    layers_older_s: float = DAY_S,
+) -> Pruned:
+    """Removes images from the store that is written to, and the layers that no image uses any more.
+
+    Args:
+        named: images to remove.
+        older_s: also remove images that are older than this, in seconds.
+        layers_older_s: remove layers that no image used before if they are older than this.
+
+    Raises:
+        ConfigError: a named image is the base of images that stay.
+        SandboxError: an image cannot be read, so its layers are unknown.
+    """
+    with nullcontext() if dry_run or not (store.root / "work").is_dir() else store.changing():
+        old = []
+        if older_s is not None:
+            before = time.time() - older_s
+            old = [image for image in store.images() if image.created_at < before and _own(store, image)]
+        going = {image.digest: image for image in (*named, *old)}
+        needed = dependants(store, going)
+        kept = {image.digest for image in old if image.digest in needed} - {image.digest for image in named}
+        for image in named:
+            if above := needed.get(image.digest):
+                shown = ", ".join(digest[:12] for digest in above[:3])
+                raise ConfigError(
+                    f"{image.digest[:12]}: the base of {len(above)} images of {store.root} ({shown}"
+                    f"{', …' if len(above) > 3 else ''}); remove them too"
+                )
+        going = {digest: image for digest, image in going.items() if digest not in kept}
+        layers = _unused(store, going, layers_older_s)
+        leftovers = tuple(str(path) for path in store.leftovers())
+        if dry_run:
+            files = [Path(image.path) for image in going.values()]
+            files += [store.root / "layers" / layer.digest for layer in layers]
+            freed = sum(file.lstat().st_size for file in files)
+        else:
+            freed = sum(store.remove(digest) for digest in going)
+            freed += sum(store.layers.remove(layer.digest) for layer in layers)
+            store.layers.tidy(layers_older_s)
+            store.layers.forget_steps()
+    for path in () if dry_run else leftovers:
+        remove_tree(Path(path))
+    return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(sorted(kept)), freed)
+
+
+def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
+    """Returns the images of the store that is written to by the digest of their base."""
+    found: dict[str, list[str]] = {}
+    for digest, image in _documents(store, without):
+        if image.base is not None and image.base.digest:
+            found.setdefault(image.base.digest, []).append(digest)
+    return found
+
+
+def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
+    """Returns, by digest, the bytes that only this image uses, and the bytes that it shares with other images."""
+    images = {image.digest: image for image in reversed(list(store.images()))}
+    layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
+    users = Counter(layer.digest for image in layered.values() for layer in image.layers)
+    found = {digest: (image.bytes, 0) for digest, image in images.items()}
+    for digest, document in layered.items():
+        own = sum(layer.bytes for layer in document.layers if users[layer.digest] == 1)
+        below = document.base
+        base = 0 if below is None else images[below.digest].bytes if below.digest in images else below.bytes
+        found[digest] = (own, sum(layer.bytes for layer in document.layers) - own + base)
+    return found
+
+
+def _documents(store: ImageStore, without: Collection[str]) -> Iterator[tuple[str, LayeredImage]]:
+    for path in sorted((store.root / "sha256").glob(f"*{SUFFIX}")):
+        if path.stem not in without:
+            yield path.stem, read_layered(path)
+
+
+def _own(store: ImageStore, image: StoredImage) -> bool:
+    return Path(image.path).is_relative_to(store.root)
+
+
+def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float) -> list[LayerFacts]:
+    """Returns the layers of the store that is written to that no remaining image uses."""
+    used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
+    theirs: set[str] = set()
+    if all(abandoned(path) for path in (store.root / "work").glob("*.*/")):
+        for image in going.values():
+            if is_layered(image.path):
+                theirs |= {layer.digest for layer in read_layered(image.path).layers}
+    before = time.time() - older_s
+    return [
+        layer
+        for layer in store.layers.layers()
+        if layer.digest not in used
+        and os.path.lexists(store.root / "layers" / layer.digest)
+        and (layer.digest in theirs or (store.root / "layers" / f"{layer.digest}.json").stat().st_mtime < before)
+    ]

@@ -1,0 +1,209 @@
+"""One command of a sandbox: the shell text that starts it, its worker, and its result."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from megaflow_hpc.environments.sandbox.commands.streams import CappedBuffer, StreamPair
+from megaflow_hpc.environments.sandbox.spec import check_variables
+from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host.apptainer import CONTROL_DIR
+from megaflow_hpc.host.process import environment
+from megaflow_hpc.types import ExecResult
+
+MARKER = "MEGAFLOW_COMMAND"
+"""Environment variable that marks the processes of a command, so that a timeout finds them."""
+
+MAX_LINE_BYTES = 2000
+"""Maximum bytes of a command that goes through a FIFO, which takes 4096 in one piece."""
+
+_ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
+"""A path and plain words. ``/bin/sh -c`` would only start that program."""
+
+FIRST_WORKERS = 2
+"""Workers that start with the container. The next command finds a child waiting while another worker forks."""
+
+_SHORT_S, _LONG_S = 0.002, 0.03
+"""Seconds until the output of a command is read while it runs: the first value, or later if more commands than
+processors run, and at most the second value. Most commands of an agent end sooner."""
+_PROCESSORS = len(os.sched_getaffinity(0))
+
+
+def make_fifo(path: str) -> int:
+    """Makes a FIFO and returns it open for both directions, so that its reader never reaches an end."""
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class Worker:
+    """One worker of the runner and its FIFO."""
+
+    def __init__(self, number: int, pipe: int) -> None:
+        self.number = number
+        self.pipe = pipe
+        self.command: RunningCommand | None = None
+
+
+class RunningCommand:
+    """A command that runs.
+
+    Args:
+        number: its number in the container, which its processes have in their environment.
+        limit: bytes kept of each stream.
+    """
+
+    under_way: ClassVar[int] = 0
+    """Number of running commands in all containers."""
+
+    def __init__(self, number: int, worker: Worker, pair: StreamPair, limit: int) -> None:
+        self.number = number
+        self.worker = worker
+        self.pair = pair
+        self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiter: asyncio.Future[None] | None = None
+        self.files: list[str] = []
+        self.breach = ""
+        self.on_output: Callable[[bytes], object] | None = None
+        self.listening: asyncio.TimerHandle | None = None
+        self.killing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def unheard_s(cls) -> float:
+        """Returns the seconds until output is read while a command runs. Reading costs as much as a short command."""
+        return min(_LONG_S, _SHORT_S * max(1.0, cls.under_way / _PROCESSORS))
+
+    def end(self, status: int | SandboxError) -> None:
+        """Sets ``done``, unless it is set."""
+        if not self.done.done():
+            if isinstance(status, int):
+                self.done.set_result(status)
+            else:
+                self.done.set_exception(status)
+                self.done.exception()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def ended(self) -> int:
+        """Waits for ``done`` without cancelling it. A shield would cost one more turn of the loop."""
+        if not self.done.done():
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.done.result()
+
+    def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
+        """Returns the result; ``started`` is in seconds of the monotonic clock."""
+        out, err = self.buffers
+        return ExecResult(
+            exit_code=124 if timed_out else status,
+            stdout_bytes=out.value(),
+            stderr_bytes=err.value(),
+            truncated=out.truncated or err.truncated,
+            timed_out=timed_out,
+            duration_s=time.monotonic() - started,
+            breach=self.breach,
+        )
+
+
+class Workers:
+    """The workers of one container's runner.
+
+    Args:
+        control: the control directory on the host.
+        spawn: asks the runner for worker number K.
+    """
+
+    def __init__(self, control: str, spawn: Callable[[int], None]) -> None:
+        self._control = control
+        self._spawn = spawn
+        self._all: list[Worker] = []
+        self._idle: deque[Worker] = deque()
+
+    def prepare(self) -> None:
+        """Makes the FIFOs of the first workers. The runner starts these workers when it starts."""
+        for _ in range(FIRST_WORKERS):
+            self._idle.append(self._add())
+
+    def _add(self) -> Worker:
+        number = len(self._all)
+        worker = Worker(number, make_fifo(os.path.join(self._control, f"w{number}")))
+        self._all.append(worker)
+        self._spawn(number)
+        return worker
+
+    def find(self, number: int) -> Worker | None:
+        """Returns a worker by its number, or ``None`` if it does not exist."""
+        return self._all[number] if number < len(self._all) else None
+
+    def take(self) -> Worker:
+        """Returns a worker that waits for a command, a new one if all are busy."""
+        return self._idle.popleft() if self._idle else self._add()
+
+    def give_back(self, worker: Worker) -> None:
+        """Marks a worker as idle."""
+        self._idle.append(worker)
+
+    def lost(self, worker: Worker) -> None:
+        """Removes a worker that ended while it was idle."""
+        self._idle = deque(idle for idle in self._idle if idle is not worker)
+
+    def close(self) -> None:
+        """Closes the FIFOs of all workers."""
+        for worker in self._all:
+            os.close(worker.pipe)
+        self._all = []
+
+
+def command_of(pid: int) -> int | None:
+    """Returns the number of a process's command; ``None`` for the runner and for processes without the mark."""
+    marker = MARKER.encode() + b"="
+    for entry in environment(pid):
+        number = entry[len(marker) :]
+        if entry.startswith(marker) and number.isdigit() and len(number) < 10:
+            return int(number)
+    return None
+
+
+def command_text(
+    number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
+) -> str:
+    """Returns the shell text of one command, which the waiting child evaluates to become it."""
+    words = one_program(command)
+    exports = ""
+    if env:
+        check_variables(env)
+        exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
+    return (
+        f"exec <{stdin} >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]}; cd {shlex.quote(cwd)} || exit 126; "
+        f"export {MARKER}={number}{exports}; exec $_mf_s {' '.join(map(shlex.quote, words))}"
+    )
+
+
+def one_program(command: str | Sequence[str]) -> list[str]:
+    """Returns the words of the program that runs a command: ``/bin/sh -c`` unless a string is only plain words."""
+    if isinstance(command, str):
+        words = command.split(" ") if _ONE_PROGRAM.fullmatch(command) else ["/bin/sh", "-c", command]
+    else:
+        words = list(command)
+    if not words or any("\0" in word for word in words):
+        raise SandboxError(f"command {command!r}: expected at least one word and no zero byte")
+    return words
+
+
+def one_line(text: str) -> bytes | None:
+    """Returns the text as one line for a FIFO; ``None`` if it is too long and must be a file to source."""
+    if len(text) > MAX_LINE_BYTES or not text.isascii():
+        return None
+    return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"
+
+
+def session_line(command: str, streams: tuple[str, str]) -> str:
+    """Returns the line of one command of a session."""
+    return f"eval {shlex.quote(command)} </dev/null >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]} 8<&- 9>&-"

@@ -1,0 +1,114 @@
+"""Everything that rank 0 of a pod works with. :mod:`~megaflow_hpc.pod.master.assembly` puts it together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
+from megaflow_hpc.host.wire import Message
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.tasks import PlannedTask
+from megaflow_hpc.pod.comm import Comm
+from megaflow_hpc.pod.master.storing import Journal
+from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.pod.scheduling.failures import Pattern
+from megaflow_hpc.pod.scheduling.groups import GroupRules
+from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import EventWriter
+from megaflow_hpc.rundir.layout import RunDir
+
+
+@dataclass
+class Pod:
+    """One start of one pod, with its part of the campaign file."""
+
+    run: RunDir
+    comm: Comm
+    ledger: Ledger
+    journal: Journal
+    events: EventWriter
+    init: Message
+    tasks: Mapping[str, PlannedTask]
+    """Every task of the campaign by id. A look-up may read a file, so only the I/O thread may do it."""
+    servers: dict[str, int]
+    """Engine servers that the campaign asks for, by policy. Empty if no policy has a model."""
+    drain_file: Path | None = None
+    job_id: str = ""
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    learned: Sequence[Sequence[Any]] = ()
+    """Durations in earlier campaigns; see :meth:`Estimates.learn`."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Samples that a group wants, by policy, without spare samples."""
+    held_out: Collection[str] = ()
+    """Tasks on which training is evaluated. All their samples run, whatever the rules of groups say."""
+    room: tuple[float | None, int | None] = (None, None)
+    """CPUs and MB of memory of a worker rank. ``None``: unknown."""
+    walltime: Walltime = field(default_factory=Walltime)
+    pods: int = 1
+    """Pods that the campaign asks for."""
+
+    def why_drain(self, wait_s: float = 0.0) -> str | None:
+        """Returns the word with which the supervisor asks the pod to drain. ``None`` while it does not ask.
+
+        Args:
+            wait_s: how long to wait for a word.
+        """
+        end = time.monotonic() + wait_s
+        while self.drain_file is not None:
+            with suppress(FileNotFoundError):
+                return self.drain_file.read_text().strip()
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.02)
+        return None
+
+    def group_rules(self) -> GroupRules:
+        """Returns the rules of groups."""
+        section = self.scheduling
+        return GroupRules(
+            wanted=self.samples if section.spare else {},
+            signal_after=section.signal_after or 0,
+        )
+
+    def planned(self, policy: str) -> int:
+        """Returns the samples that a group of this policy was planned with, including spare samples."""
+        return self.samples.get(policy, 0) + self.scheduling.spare
+
+    @property
+    def several_images(self) -> bool:
+        """Whether tasks differ in their images."""
+        first = next(iter(self.tasks.values()), None)
+        return first is not None and first.alike < len(self.tasks)
+
+    def budget(self) -> CampaignBudget:
+        """Returns what watches the limits of the whole campaign."""
+        return CampaignBudget(self.run, self.limits.model_dump())
+
+    def pattern(self) -> Pattern:
+        """Returns what watches for failures of the campaign, not of single rollouts."""
+        return Pattern(self.limits.systematic)
+
+    def demand(self, planned: PlannedTask) -> Demand:
+        """Returns what a task's rollouts need in addition to a slot, as far as the campaign packs by it."""
+        pack = self.scheduling.pack
+        if not pack:
+            return NOTHING
+        limits = planned.task.get("limits", {})
+        return Demand(
+            float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
+            int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
+        )
+
+    def share(self, planned: PlannedTask, policy: str) -> str:
+        """Returns the policy or dataset that the slot time of a rollout is charged to under ``order: fair``."""
+        if self.scheduling.share != "dataset":
+            return policy
+        path = Path(str(planned.task.get("path", "")))
+        return path.name if path.suffix else path.parent.name

@@ -1,0 +1,65 @@
+"""A reset leaves nothing of what ran before, and each rollout of a campaign starts clean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.config.sections import EnvironmentConfig
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.types import Network, Task
+
+LOOK = (
+    "ls -A /tmp /dev/shm; ls -d /kept /opt 2>&1; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 500'; pwd"
+)
+
+
+def test_a_reset_leaves_no_process_and_no_file(rootfs: str, scratch: Path) -> None:
+    async def main() -> None:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs, workdir="/w")) as sandbox:
+                clean = (await sandbox.exec(LOOK)).stdout
+                for _ in range(3):
+                    await sandbox.exec(
+                        "touch /kept /tmp/kept /dev/shm/kept; rm -rf /opt; echo bad > /etc/profile; setsid sleep 500 &"
+                    )
+                    old = sandbox.pid
+                    await sandbox.reset()
+                    assert sandbox.pid != old
+                    assert (await sandbox.exec(LOOK)).stdout == clean
+                    assert (await sandbox.exec("grep -c bad /etc/profile")).stdout == "0\n"
+        assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("campaign", "task", "given"),
+    [
+        *(("none", "gateway", "none"), ("gateway", "gateway", "gateway"), ("host", "gateway", "gateway")),
+        *(("none", None, "none"), ("host", None, "host"), ("host", "none", "none"), ("gateway", "host", "gateway")),
+    ],
+)
+def test_the_network_is_the_narrower_of_what_the_campaign_gives_and_the_task_allows(
+    campaign: Network, task: Network | None, given: Network
+) -> None:
+    environment = EnvironmentConfig(network=campaign)
+    assert environment.network_of(Task("t", "", "base", "/t", network=task)) == given
+
+
+def test_every_rollout_of_a_campaign_starts_clean(make_campaign: Callable[..., Path]) -> None:
+    campaign = make_campaign(3, solution="test ! -e /stain && touch /stain && echo 42 > answer")
+    command = [sys.executable, "-m", "megaflow_hpc", "run", campaign, "--launcher", "local", "--json", "--ranks", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    with open_trajectories(result["run"]) as store:
+        assert sorted(trajectory.reward for trajectory in store) == [0, 0, 0, 1, 1, 1]
