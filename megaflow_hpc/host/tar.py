@@ -31,7 +31,7 @@ _KINDS: dict[bytes, Kind] = {
 }
 
 
-class Refused(ValueError):
+class RefusedMember(ValueError):
     """An archive is damaged or uses an unsupported feature. The message says which."""
 
 
@@ -66,8 +66,8 @@ class TarReader:
         """Yields the members.
 
         Raises:
-            Refused: The archive is damaged, ends before its end mark, or has an unsupported member (such as a sparse
-                file).
+            RefusedMember: The archive is damaged, ends before its end mark, or has an unsupported member (such as a
+                sparse file).
         """
         name = target = None
         size: int | None = None
@@ -110,13 +110,13 @@ class TarReader:
     ) -> Member:
         kind = _KINDS.get(letter)
         if kind is None:
-            raise Refused(f"a member of type {letter!r}, such as a sparse file")
+            raise RefusedMember(f"a member of type {letter!r}, such as a sparse file")
         name = _name(header) if name is None else name
         if letter == b"\0" and name.endswith(b"/"):  # written by tar programs before 1988
             kind = "directory"
         target = header[157:257].partition(b"\0")[0] if target is None else target
         if b"\0" in name or b"\0" in target:
-            raise Refused("a zero byte in a name")
+            raise RefusedMember("a zero byte in a name")
         self._left = size if kind == "file" else 0
         self._padding = -self._left % BLOCK
         mode = _number(header[100:108]) & 0o7777
@@ -127,18 +127,18 @@ class TarReader:
         """Yields the remaining content of the file read last, in pieces.
 
         Raises:
-            Refused: The archive ends within the content.
+            RefusedMember: The archive ends within the content.
         """
         while self._left:
             piece = self._stream.read(min(self._left, _CHUNK))
             if not piece:
-                raise Refused("the archive ends in the middle")
+                raise RefusedMember("the archive ends in the middle")
             self._left -= len(piece)
             yield piece
 
     def _extension(self, size: int) -> bytes:
         if size > MAX_EXTENDED_HEADER_BYTES:
-            raise Refused(f"an extended header of {size} bytes")
+            raise RefusedMember(f"an extended header of {size} bytes")
         return self._read(size + -size % BLOCK)[:size]
 
     def _read(self, size: int) -> bytes:
@@ -146,7 +146,7 @@ class TarReader:
         while len(data) < size:  # a decompressor may return less than requested
             piece = self._stream.read(size - len(data))
             if not piece:
-                raise Refused("the archive ends in the middle" if data else "the archive has no end")
+                raise RefusedMember("the archive ends in the middle" if data else "the archive has no end")
             data += piece
         return data
 
@@ -154,18 +154,18 @@ class TarReader:
 def _checked(header: bytes) -> int:
     """Return the size in a header, after checking the checksum."""
     if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise Refused("not a tar archive, or a damaged one")
+        raise RefusedMember("not a tar archive, or a damaged one")
     return _number(header[124:136])
 
 
 def _number(field: bytes) -> int:
     if field[0] & 0x80:  # GNU's binary form, for values too large for octal digits
         if field[0] != 0x80 or any(field[1:-7]):
-            raise Refused("a number that is negative or beyond reason")
+            raise RefusedMember("a number that is negative or beyond reason")
         return int.from_bytes(field[-7:], "big")
     text = field.partition(b"\0")[0].strip()
     if text.strip(b"01234567"):
-        raise Refused(f"{text!r} instead of an octal number")
+        raise RefusedMember(f"{text!r} instead of an octal number")
     return int(text or b"0", 8)
 
 
@@ -173,13 +173,13 @@ def _said(field: bytes, extended: bytes | None) -> int:
     """Return a number that nothing depends on. 0 if it is invalid."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
-    except Refused:
+    except RefusedMember:
         return 0
 
 
 def _decimal(text: bytes) -> int:
     if len(text) > 16 or not text.isdigit():
-        raise Refused(f"{text[:40]!r} instead of a size")
+        raise RefusedMember(f"{text[:40]!r} instead of a size")
     return int(text)
 
 
@@ -198,10 +198,10 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = _decimal(digits)
         record = data[at + len(digits) + 1 : at + length]
         if length <= len(digits) + 2 or at + length > len(data) or record[-1:] != b"\n":
-            raise Refused("a broken extended header")
+            raise RefusedMember("a broken extended header")
         keyword, equals, value = record[:-1].partition(b"=")
         if not equals or keyword.startswith(b"GNU.sparse"):
-            raise Refused(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
+            raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
         found[keyword] = value
         at += length
     return found

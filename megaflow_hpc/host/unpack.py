@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self, cast
 
-from megaflow_hpc.host.tar import Kind, Member, Refused, TarReader
+from megaflow_hpc.host.tar import Kind, Member, RefusedMember, TarReader
 
 MAX_DEPTH = 200
 """Maximum depth of directories, because later walks of the tree may recurse and paths are limited in length."""
@@ -39,9 +39,9 @@ class Budget:
     entries: int
 
     def spend(self, size: int, entries: int = 0) -> None:
-        """Deducts an amount. Raises :class:`Refused` if less is left."""
+        """Deducts an amount. Raises :class:`RefusedMember` if less is left."""
         if size > self.bytes or entries > self.entries:
-            raise Refused("more bytes than are allowed" if size > self.bytes else "more files than are allowed")
+            raise RefusedMember("more bytes than are allowed" if size > self.bytes else "more files than are allowed")
         self.bytes -= size
         self.entries -= entries
 
@@ -62,7 +62,7 @@ def unpack_tar(
         keep: Called with each name, in parts, and its kind. Returns whether to write it.
 
     Raises:
-        Refused: The archive is damaged, names a path outside of ``target``, or exceeds ``budget``.
+        RefusedMember: The archive is damaged, names a path outside of ``target``, or exceeds ``budget``.
         OSError: A file cannot be written.
     """
     reader = TarReader(stream)
@@ -77,7 +77,7 @@ def _write(tree: TreeWriter, parts: Parts, member: Member, reader: TarReader) ->
     if member.kind == "directory":
         tree.directory(parts)
     elif not parts:
-        raise Refused("a member without a name")
+        raise RefusedMember("a member without a name")
     elif member.kind == "file":
         tree.file(parts, reader.content(), member.mode & 0o777 | 0o600)
     elif member.kind == "hardlink":
@@ -90,20 +90,20 @@ def plain(name: bytes) -> Parts:
     """Splits a name in an archive into parts, without ``.`` and surrounding slashes.
 
     Raises:
-        Refused: The name leads out with ``..``, is nested too deep, or is too long.
+        RefusedMember: The name leads out with ``..``, is nested too deep, or is too long.
     """
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
     if b".." in parts:
-        raise Refused(f"{name[:200]!r} leaves the directory")
+        raise RefusedMember(f"{name[:200]!r} leaves the directory")
     if len(parts) > MAX_DEPTH or len(name) > MAX_PATH_BYTES:
-        raise Refused(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
+        raise RefusedMember(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
     return parts
 
 
 class TreeWriter:
     """Writes below one directory. The directory's own path is trusted and may be a link; see the module.
 
-    Methods raise :class:`Refused` if the budget is spent or a directory is in the place of a file, and
+    Methods raise :class:`RefusedMember` if the budget is spent or a directory is in the place of a file, and
     :class:`OSError`.
     """
 
@@ -160,7 +160,7 @@ class TreeWriter:
             with open(descriptor, "rb", buffering=0) as file:
                 self.file(parts, iter(lambda: file.read(_CHUNK), b""), mode)
         else:
-            raise Refused(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
+            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
 
     def link(self, parts: Parts, target: bytes) -> None:
         """Schedules a symbolic link for creation at the end. A link that may lead out is skipped."""
@@ -186,7 +186,7 @@ class TreeWriter:
             try:
                 os.unlink(name, dir_fd=parent)
             except IsADirectoryError:
-                raise Refused(f"a file {name[:200]!r} where there is a directory") from None
+                raise RefusedMember(f"a file {name[:200]!r} where there is a directory") from None
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:

@@ -87,7 +87,7 @@ async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-class Link:
+class WireLink:
     """Sends and receives framed parcels over a connected socket without an event loop. Reading never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -30,7 +30,7 @@ from megaflow_hpc.ledger.calls import Clock, Names, Read
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
 from megaflow_hpc.ledger.report import Survey
-from megaflow_hpc.ledger.rules import Claim, Outlook, Rules
+from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
 from megaflow_hpc.ledger.survey import Surveyed, survey
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
@@ -41,7 +41,7 @@ DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry")
 
 
 @dataclass(frozen=True)
-class View:
+class LedgerView:
     """One listing of the ledger."""
 
     epochs: dict[int, int]
@@ -72,7 +72,7 @@ class Ledger:
         self.run, self._marks = run, Marks(run)
         self.identity = identity
         self._files = files or Files(run, clock)
-        self._pod_rules = Rules(identity, times, pods) if identity else None
+        self._pod_rules = LedgerRules(identity, times, pods) if identity else None
 
     def create(self) -> None:
         """Makes the directories. Called once, when the run directory is made."""
@@ -228,9 +228,9 @@ class Ledger:
                 return rollouts
         return 0
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         """Lists which blocks are claimed, and which are done except for what was handed off."""
-        return View(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
+        return LedgerView(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
 
     def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
         """Returns (block, epoch) → (``<pod>.<start>`` of it, valid bytes of its journal), for superseded epochs.
@@ -263,7 +263,7 @@ class Ledger:
         return self._files.answer(Names(directory))
 
     @property
-    def _rules(self) -> Rules:
+    def _rules(self) -> LedgerRules:
         if self._pod_rules is None:
             raise LedgerError("this ledger was opened for reading; give it a pod identity to claim")
         return self._pod_rules

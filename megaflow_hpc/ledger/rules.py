@@ -95,7 +95,7 @@ class Holding(Enum):
     SILENT = "silent"
 
 
-class Held(NamedTuple):
+class HeldBlock(NamedTuple):
     """One claimed block and its state."""
 
     block: int
@@ -123,7 +123,7 @@ class Outlook:
     """If nothing was claimed: the lease of such a consumer has not expired, so the pod should stay."""
 
 
-class Rules:
+class LedgerRules:
     """The ledger as one start of a pod knows it. Operations are steps; one operation runs at a time."""
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
@@ -308,25 +308,25 @@ class Rules:
                     return claim
         return None
 
-    def _states(self, claimed: Iterable[tuple[int, int]], survey: Survey | None) -> Steps[list[Held]]:
+    def _states(self, claimed: Iterable[tuple[int, int]], survey: Survey | None) -> Steps[list[HeldBlock]]:
         """Determines the state of claimed blocks. A survey saves reading the claims of pods that are alive."""
         orphans = {(block, epoch): owner for block, epoch, owner in survey.orphans} if survey else {}
         self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
-        states: list[Held] = []
-        of_others: list[Held] = []
+        states: list[HeldBlock] = []
+        of_others: list[HeldBlock] = []
         for block, epoch in claimed:
             claim = Claim(block, epoch)
             ours = claim in self.held or claim in self._dropped
             if survey is not None and (block, epoch) not in orphans:
-                states.append(Held(block, epoch, Holding.OURS if ours else Holding.ALIVE))
+                states.append(HeldBlock(block, epoch, Holding.OURS if ours else Holding.ALIVE))
                 continue
             owner, handed_off = yield from self.owner(block, epoch)
             if handed_off is not None:
-                states.append(Held(block, epoch, Holding.ENDED, owner, handed_off))
+                states.append(HeldBlock(block, epoch, Holding.ENDED, owner, handed_off))
             elif owner == self.identity.name:
-                states.append(Held(block, epoch, Holding.OURS if ours else Holding.FORGOTTEN, owner))
+                states.append(HeldBlock(block, epoch, Holding.OURS if ours else Holding.FORGOTTEN, owner))
             else:
-                of_others.append(Held(block, epoch, Holding.SILENT, owner))
+                of_others.append(HeldBlock(block, epoch, Holding.SILENT, owner))
         gone = yield from self._look_after({held.owner for held in of_others})
         for held in of_others:
             state = Holding.ALIVE if self._is_alive(held.owner) else Holding.SILENT

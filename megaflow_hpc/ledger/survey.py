@@ -24,7 +24,7 @@ from megaflow_hpc.ledger.names import (
     pairs,
 )
 from megaflow_hpc.ledger.report import Survey
-from megaflow_hpc.ledger.rules import Rules
+from megaflow_hpc.ledger.rules import LedgerRules
 
 MAX_ORPHANS = 512
 """Orphaned blocks that a survey names, because every pod reads it. The next surveys name the others."""
@@ -42,7 +42,7 @@ class Surveyed:
     """Every ``<pod>.<start>`` that has neither ended nor is gone."""
 
 
-def survey(rules: Rules) -> Steps[Surveyed]:
+def survey(rules: LedgerRules) -> Steps[Surveyed]:
     """Looks at everything: which blocks may be claimed, who requests work, whose lease has expired.
 
     Marks the pods whose lease has expired as gone, so that other pods need not read it. Other operations of ``rules``

@@ -121,7 +121,7 @@ class Rollouts(Sequence[RolloutRow]):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """What was seen at one look."""
 
     status: Mapping[str, Any]
@@ -152,7 +152,7 @@ class Live:
     def __post_init__(self) -> None:
         self._files = LiveFiles(self.run, self.clock)
 
-    def look(self, status: Mapping[str, Any]) -> Snapshot:
+    def look(self, status: Mapping[str, Any]) -> RunSnapshot:
         """Returns what there is to see.
 
         Args:
@@ -175,7 +175,7 @@ class Live:
         silent = {pod["pod"] for pod in status["pods"] if pod["state"] == "silent"}
         rollouts = Rollouts(running, stored, self.monitor.running.last, live, silent, time.time())
         unlisted = sum(status["rollouts"][state] for state in VERIFIED) - sum(e.status in VERIFIED for e in stored)
-        return Snapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
+        return RunSnapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
 
     def leave(self) -> None:
         """Asks for nothing any more. Raises OSError."""

@@ -8,8 +8,7 @@
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
     .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
-    .listing                    :class:`Listing`: all of them as listed by one pod, so that other pods need not list
-    them
+    .listing                    :class:`EndpointListing`: all of them, listed by one pod for the others
 
 Every file is replaced by rename, with mode 0600. A later start of the same array element may already have published its
 own files, so a start withdraws only files that carry its ``start``. Readers skip a file that is being withdrawn or is
@@ -113,7 +112,7 @@ class PoolMembership(msgspec.Struct, kw_only=True):
     key: str
 
 
-class Listing(msgspec.Struct, kw_only=True):
+class EndpointListing(msgspec.Struct, kw_only=True):
     """All engines as listed by one pod for the others."""
 
     generation: str
@@ -196,13 +195,13 @@ class EndpointFiles:
         """Publishes the key to the engine pool that serves a policy's model."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
-    def publish_listing(self, listing: Listing) -> None:
+    def publish_listing(self, listing: EndpointListing) -> None:
         """Publishes one pod's listing for the other pods."""
         self._write(self._folder / LISTING, listing)
 
-    def listing(self) -> Listing | None:
+    def listing(self) -> EndpointListing | None:
         """Returns the listing that a pod published. ``None`` if it does not exist."""
-        return try_read_json(self._folder / LISTING, Listing)
+        return try_read_json(self._folder / LISTING, EndpointListing)
 
     def withdraw(self, server: str, start: str) -> bool:
         """Withdraws the files of this start of a server. Returns False if a later start has published its own."""

@@ -31,10 +31,10 @@ from megaflow_hpc.ledger.names import (
     seals,
     task_path,
 )
-from megaflow_hpc.ledger.rules import Rules
+from megaflow_hpc.ledger.rules import LedgerRules
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
-from megaflow_hpc.trajectories.journal.winners import Entry, counts, decide
+from megaflow_hpc.trajectories.journal.winners import RecordEntry, counts, decide
 from megaflow_hpc.types import Rollout
 
 TIMES = Times(renew_s=1, commit_s=2, lease_s=4)
@@ -88,7 +88,7 @@ class Journals:
 class Saw:
     """What a reader gave out."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,11 @@ class Broken(AssertionError):
 
 
 def pod(
-    name: str, make: Callable[..., Rules] = Rules, gives: bool = False, drains: bool = False, times: Times = TIMES
+    name: str,
+    make: Callable[..., LedgerRules] = LedgerRules,
+    gives: bool = False,
+    drains: bool = False,
+    times: Times = TIMES,
 ) -> Program:
     """A pod: claims, commits one rollout at a time, marks done; as the I/O thread and its claimed blocks do.
 
@@ -156,7 +160,7 @@ def pod(
             return "taken over"
 
 
-def _memory(mine: Rules) -> str:
+def _memory(mine: LedgerRules) -> str:
     """All that a pod knows, by value."""
     return repr(vars(mine))
 
@@ -265,7 +269,7 @@ class Model:
         self._dicts: dict[Files, dict[str, str]] = {}
         self._looks: dict[tuple[Files, Names | Read | There], Any] = {}
         self._checked: set[tuple[Any, ...]] = set()
-        self._best: dict[tuple[Any, ...], dict[str, Entry]] = {}
+        self._best: dict[tuple[Any, ...], dict[str, RecordEntry]] = {}
 
     def explore(self) -> Model:
         """Goes through every state.
@@ -457,14 +461,14 @@ class Model:
 
     # --- what must hold ---
 
-    def _entries(self, state: State) -> list[tuple[Entry, int, int]]:
+    def _entries(self, state: State) -> list[tuple[RecordEntry, int, int]]:
         return [
-            (Entry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number, 1), block, number + 1)
+            (RecordEntry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number, 1), block, number + 1)
             for owner, records in sorted(state.journals)
             for number, (rollout, block, epoch, time) in enumerate(records)
         ]
 
-    def _valid(self, state: State) -> list[Entry]:
+    def _valid(self, state: State) -> list[RecordEntry]:
         files = self._files(state)
         claimed = [(b, e) for b, e in pairs(_look(files, Names(CLAIMS))) if e]
         sealed = seals([(b, e, json.loads(files[claim_path(b, e)])) for b, e in claimed])
@@ -474,7 +478,7 @@ class Model:
             if counts(sealed, block, entry.epoch, entry.journal, end)
         ]
 
-    def _winners(self, state: State) -> dict[str, Entry]:
+    def _winners(self, state: State) -> dict[str, RecordEntry]:
         key = state.files, state.journals
         if key not in self._best:
             self._best[key] = decide(self._valid(state))[0]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 
-class Watch(Protocol):
+class PlanWatch(Protocol):
     """Whom planning tells what it does."""
 
     def step(self, text: str) -> None:
@@ -42,7 +42,7 @@ class Watch(Protocol):
 
 
 class Silent:
-    """A :class:`Watch` that says nothing."""
+    """A :class:`PlanWatch` that says nothing."""
 
     def step(self, text: str) -> None:
         """Keeps it to itself."""
@@ -100,7 +100,7 @@ class Draft:
 
 
 def read(
-    config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: Watch | None = None
+    config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: PlanWatch | None = None
 ) -> Draft:
     """Reads the tasks of a campaign and looks for mistakes, of which it raises none: :meth:`Draft.check` does.
 
@@ -161,7 +161,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
     draft.mapping = ImageMapping(environment.images, base, where("environment.images"))
 
 
-def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: Watch) -> None:
+def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch) -> None:
     """Reads tasks, and what rollouts and images they ask for."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.images import image_requests
@@ -213,7 +213,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
 
 
-def try_sandboxes(draft: Draft, watch: Watch) -> None:
+def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
     """Raises :class:`SiteError` where images, or sandboxes with the networks that are wanted, cannot be had here."""
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch

@@ -115,7 +115,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Durations:
+class DurationEstimates:
     """The assumed durations of rollouts in seconds."""
 
     mean_s: float
@@ -123,7 +123,7 @@ class Durations:
     basis: str
 
 
-def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path | None = None) -> Durations:
+def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path | None = None) -> DurationEstimates:
     """Returns the durations that the estimate assumes.
 
     Raises:
@@ -133,7 +133,9 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
 
     earlier, basis = draft.durations, "as in the runs of scheduling.learn_from"
     if rollout_seconds is not None:
-        return Durations(rollout_seconds, rollout_seconds, f"every rollout takes {rollout_seconds:g} s, as given")
+        return DurationEstimates(
+            rollout_seconds, rollout_seconds, f"every rollout takes {rollout_seconds:g} s, as given"
+        )
     if like is not None:
         basis = f"as rollouts took in {like}"
         try:
@@ -154,15 +156,15 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
         }
         seconds = [limits[rollout.task_id, rollout.policy] for rollout in draft.rollouts]
     if not seconds:
-        return Durations(0.0, 0.0, basis)
-    return Durations(mean(seconds), max(seconds), basis)
+        return DurationEstimates(0.0, 0.0, basis)
+    return DurationEstimates(mean(seconds), max(seconds), basis)
 
 
 def estimate(
     draft: Draft,
     run: Path,
     jobs: Sequence[Job],
-    durations: Durations,
+    durations: DurationEstimates,
     site: Sequence[str] = (),
     local_ranks: int = 0,
     like: Path | None = None,

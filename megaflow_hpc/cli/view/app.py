@@ -26,7 +26,7 @@ from megaflow_hpc.cli.view.reader import RunReader, RunView
 from megaflow_hpc.cli.view.rows import RolloutRows
 from megaflow_hpc.cli.view.tables import PartTable, RolloutTable
 from megaflow_hpc.cli.view.words import head
-from megaflow_hpc.monitor.live import Snapshot
+from megaflow_hpc.monitor.live import RunSnapshot
 from megaflow_hpc.texts import in_one_line
 
 SLOW_RUN_DIRECTORY_S = 15.0
@@ -86,7 +86,7 @@ class WatchApp(App[None]):
         super().__init__(ansi_color=True)
         self._campaign = run.config.name
         self.reader = RunReader(run, every_s, lambda look: self.post_message(Polled(look)))
-        self.snapshot: Snapshot | None = None
+        self.snapshot: RunSnapshot | None = None
         """The last successful poll."""
         self.over = False
         """True if no more changes will come."""

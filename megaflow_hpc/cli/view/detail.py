@@ -15,7 +15,7 @@ from megaflow_hpc.cli.output import seconds, used
 from megaflow_hpc.cli.view.reader import Detail, RunReader, RunView
 from megaflow_hpc.cli.view.tables import last_word
 from megaflow_hpc.cli.view.words import STYLES
-from megaflow_hpc.monitor.live import RolloutRow, Snapshot
+from megaflow_hpc.monitor.live import RolloutRow, RunSnapshot
 from megaflow_hpc.texts import in_one_line, printable
 
 ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
@@ -168,7 +168,7 @@ def known(row: RolloutRow) -> list[Text]:
     return lines
 
 
-def _part(key: str, snapshot: Snapshot) -> list[Text]:
+def _part(key: str, snapshot: RunSnapshot) -> list[Text]:
     for part in [*snapshot.status["pods"], *snapshot.status["servers"]]:
         if key in (part.get("pod"), part.get("server")):
             said = "  ".join(f"{name} {value}" for name, value in part.items() if value not in ("", 0, 0.0, None))

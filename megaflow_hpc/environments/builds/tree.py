@@ -30,12 +30,12 @@ from megaflow_hpc.environments.builds.placing import Placement, Placer
 from megaflow_hpc.environments.images.layers import merging
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.packing import Packer, pack_tree
-from megaflow_hpc.environments.images.layers.view import Tree, View
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import child, safe_path
 from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.tar import RefusedMember
 
 OURS = (".megaflow", ".megaflow-build", ".megaflow-placing", "dev")
 """Directories at the top in which the build's own were mounted."""
@@ -66,7 +66,7 @@ def place(file: str, items: str) -> None:
     said = json.load(sys.stdin)
     how = Placement(**said["how"] | {"owner": tuple(said["how"]["owner"]) if said["how"]["owner"] else None})
     with Packer(Path(file)) as packer:
-        Placer(packer, View([Tree(layer) for layer in said["layers"]])).place(Path(items), how)
+        Placer(packer, LayerView([Tree(layer) for layer in said["layers"]])).place(Path(items), how)
     _print(packer)
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     os.umask(0o022)
     try:
         verbs[verb](*arguments)
-    except (ConfigError, Refused) as error:
+    except (ConfigError, RefusedMember) as error:
         sys.exit(f"{error}")
     except OSError as error:
         sys.exit(f"{error.filename or arguments[0]}: {error.strerror}")

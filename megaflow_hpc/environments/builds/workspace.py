@@ -20,7 +20,7 @@ from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.unpacking import unpack
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
@@ -103,7 +103,7 @@ class BuildWorkspace:
         blob = self._layers.path(layer.digest)
         return self._hold.get(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
-    async def start(self, image: LayeredImage, spec: SandboxSpec, view: View) -> ApptainerSandbox:
+    async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
         """Returns a sandbox over an image's trees, in which what Docker mounts is there too: ``/dev/full`` and names
         of ``localhost``.
 
@@ -131,7 +131,7 @@ class BuildWorkspace:
         )
         return await self._provider.start(spec, access=access)
 
-    def _hosts(self, view: View) -> Path | None:
+    def _hosts(self, view: LayerView) -> Path | None:
         """A tree of a file with names of ``localhost``; ``None`` where the image has a link or a stranger's files."""
         etc, hosts = view.entry("etc"), view.entry(HOSTS)
         if etc is None or not etc.is_directory or etc.attributes.uid or etc.attributes.gid:

@@ -46,7 +46,7 @@ class BuildProgress:
         return self.elapsed_s / done * (self.to_make - done) if done else None
 
 
-class Watch(Protocol):
+class BuildWatch(Protocol):
     """Receives reports, from several threads."""
 
     def say(self, line: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images.apptainer_build import build_definition, definition_digest, identity
-from megaflow_hpc.environments.images.build_progress import BuildProgress, Watch, make_all
+from megaflow_hpc.environments.images.build_progress import BuildProgress, BuildWatch, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
@@ -90,7 +90,7 @@ class Images:
         self._guard = threading.Lock()
         self._stopped = threading.Event()
 
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: BuildWatch) -> None:
         """Has ``watch`` told what is made, and how far that is."""
         self.say, self.show = watch.say, watch.show
 

@@ -20,7 +20,7 @@ from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatc
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.files import SandboxFiles
-from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, SandboxWatch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
@@ -64,7 +64,7 @@ class ApptainerSandbox(SandboxFiles):
         """Limits passed since the start, in order."""
         self._over: Breach | None = None
         self._watchdog = watchdog
-        self._watch = Watch(spec, self._dir.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
+        self._watch = SandboxWatch(spec, self._dir.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
         """Returns what was used since the start, by all its containers; also once it has stopped."""
         self._helper_python = interpreter

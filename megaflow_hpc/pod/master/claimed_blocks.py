@@ -18,7 +18,7 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
@@ -101,7 +101,7 @@ class ClaimedBlocks:
             return None
         self._unread = claim  # until it has been read: an error in between must not lose it
         unknown = claim.epoch > 0 and claim.left is None  # the holder before could not say what is left
-        held = [Holding(*each) for each in self._ledger.earlier(claim)] if unknown else []
+        held = [StoredBlock(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
         if claim.epoch or claim.block >= FIRST_HANDED_OFF:
@@ -117,7 +117,7 @@ class ClaimedBlocks:
         histories = {rollout: history for rollout, history in found.items() if history is not None}
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
-    def _to_run(self, claim: Claim, held: Sequence[Holding]) -> tuple[int, tuple[Rollout, ...]]:
+    def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
         """Returns the number of rollouts of the claim, and the rollouts that are neither stored nor handed off."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()

@@ -29,7 +29,7 @@ TOO_LONG = "what is left is not expected to end before the walltime"
 NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed its lease for long"
 
 
-class Phase(Enum):
+class DrainPhase(Enum):
     """Phase of a pod. It only moves down this table.
 
     ======== ========================================================== =================
@@ -51,7 +51,7 @@ class Drain:
 
     def __init__(self, pod: Pod, scheduler: Scheduler, ranks: Ranks) -> None:
         self._pod, self._scheduler, self._ranks = pod, scheduler, ranks
-        self.phase = Phase.RUNNING
+        self.phase = DrainPhase.RUNNING
         self._began_at = 0.0
         self.word = ""
         """The supervisor's first word, one of :data:`WHY_DRAIN`. Empty until the supervisor asks."""
@@ -61,12 +61,12 @@ class Drain:
     @property
     def active(self) -> bool:
         """The pod starts nothing more."""
-        return self.phase is not Phase.RUNNING
+        return self.phase is not DrainPhase.RUNNING
 
     @property
     def over(self) -> bool:
         """The time that running rollouts had is over."""
-        grace_s = DRAIN_NOW_S if self.phase is Phase.HURRYING else DRAIN_S
+        grace_s = DRAIN_NOW_S if self.phase is DrainPhase.HURRYING else DRAIN_S
         return self.active and time.monotonic() - self._began_at >= grace_s
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
@@ -93,13 +93,13 @@ class Drain:
 
     def begin(self, why: str, hurry: bool = False) -> None:
         """Starts nothing more, and suspends agents that may continue in another allocation."""
-        if self.phase is Phase.HURRYING or (self.active and not hurry):
+        if self.phase is DrainPhase.HURRYING or (self.active and not hurry):
             return
         if not self.active:
             self._began_at = time.monotonic()
             self._scheduler.clear()
             self._pod.events.write(PodEvent(state="draining", why=why))
-        self.phase = Phase.HURRYING if hurry else Phase.DRAINING
+        self.phase = DrainPhase.HURRYING if hurry else DrainPhase.DRAINING
         self._ranks.tell({"op": "suspend", "patience_s": 0.0 if hurry else PATIENCE_S})
 
 

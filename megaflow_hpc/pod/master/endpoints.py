@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.rundir.endpoints import EndpointFiles, FailedServer, Listing
+from megaflow_hpc.rundir.endpoints import EndpointFiles, EndpointListing, FailedServer
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -56,7 +56,7 @@ class Endpoints:
 
     def publish(self) -> None:
         """Publishes the listing for the other pods. Raises OSError."""
-        self._files.publish_listing(Listing(generation=self.engines.generation, found=dict(self.engines.files)))
+        self._files.publish_listing(EndpointListing(generation=self.engines.generation, found=dict(self.engines.files)))
 
     def adopt(self) -> bool:
         """Adopts the listing of another pod. Returns whether gateways must know of a change."""

@@ -19,7 +19,7 @@ from megaflow_hpc.pod.master.storing import PendingResult
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.failures import TOO_SHORT, Blame, may_retry
-from megaflow_hpc.pod.scheduling.groups import Groups, Step
+from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
@@ -148,7 +148,7 @@ class Results:
 
     # --- consequences ---
 
-    def _carry_out(self, step: Step) -> None:
+    def _carry_out(self, step: GroupStep) -> None:
         """Returns and cancels rollouts as the rules of groups ask."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, later=False) for work in promoted if work is not None)

@@ -162,7 +162,7 @@ class Stopped:
 Report = Durable | Claimed | WorkRequested | Stopped
 
 
-class Phase(Enum):
+class IoPhase(Enum):
     """Phase of the thread.
 
     ======== ======================================== ==========
@@ -183,7 +183,7 @@ class Phase(Enum):
 class RunState:
     """The thread's knowledge after a turn."""
 
-    phase: Phase = Phase.WORKING
+    phase: IoPhase = IoPhase.WORKING
     since: float = field(default_factory=time.monotonic)
     """When the thread became stuck, or else when it last ended a turn, by the monotonic clock."""
     held: int = 0
@@ -245,15 +245,15 @@ class RunIoThread(threading.Thread):
 
     def start(self) -> None:
         """Starts the thread. The pod's lease must have been written."""
-        self._enter(Phase.WORKING)
+        self._enter(IoPhase.WORKING)
         super().start()
 
     def run(self) -> None:
         """Takes turns until the loop asks to stop."""
         try:
-            while self.state.phase is not Phase.STOPPED:
-                self.turn(POLL_INTERVAL_S if self.state.phase is Phase.WORKING else 0.0)
-                if self.state.phase is Phase.STUCK:
+            while self.state.phase is not IoPhase.STOPPED:
+                self.turn(POLL_INTERVAL_S if self.state.phase is IoPhase.WORKING else 0.0)
+                if self.state.phase is IoPhase.STUCK:
                     time.sleep(RETRY_S)
                 if self._loop_hangs and not self._ledger.may_commit:
                     self._end_process()
@@ -284,15 +284,15 @@ class RunIoThread(threading.Thread):
             self._list_engines()
             self._show_viewers()
             self._deletion.check()
-            self._enter(Phase.WORKING)
+            self._enter(IoPhase.WORKING)
         except OSError as error:
             # A full disk or quota: requests wait in memory, and each turn tries again.
-            if self.state.phase is Phase.WORKING:
+            if self.state.phase is IoPhase.WORKING:
                 why = f"the run directory cannot be written: {error}"
                 self._events.write(PodEvent(state="started", why=why))
-                self._enter(Phase.STUCK)
+                self._enter(IoPhase.STUCK)
         if self._asked.stop is not None:
-            self._enter(Phase.STOPPED)
+            self._enter(IoPhase.STOPPED)
         self._events.flush()
         self._summary.tick()
 
@@ -395,7 +395,7 @@ class RunIoThread(threading.Thread):
 
     # --- reports ---
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: IoPhase) -> None:
         self.state = replace(self.state, phase=phase, since=time.monotonic())
         self._update_state()
 
@@ -558,7 +558,7 @@ class RunIo:
     @property
     def stuck(self) -> bool:
         """The run directory refuses to be written."""
-        return self.state.phase is Phase.STUCK
+        return self.state.phase is IoPhase.STUCK
 
     @property
     def stuck_s(self) -> float:

@@ -107,7 +107,7 @@ def digest(rollout: str) -> bytes:
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
-class Wanted:
+class WantedPods:
     """Searches for rollouts among the digests of many pods.
 
     A filter on the low bits rejects nearly all of millions of digests before any becomes a Python number.

@@ -27,8 +27,8 @@ from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import (
-    Entry,
     Index,
+    RecordEntry,
     Seals,
     decide,
     entries,
@@ -93,7 +93,7 @@ class Follower:
         source = JournalSource(Index(self._run.journal, found))
         return [Row(source, row) for row in range(len(found))]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RecordEntry]:
         """Returns the same results as :meth:`poll`, as positions in journals with the fields that decide the winner.
 
         Raises:
@@ -104,7 +104,7 @@ class Follower:
         if not grown:
             return []
         seals = self._seals()
-        found: list[Entry] = []
+        found: list[RecordEntry] = []
         read = dict(self._read)
         for path, size in grown.items():
             new, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
@@ -115,7 +115,7 @@ class Follower:
         best, _ = decide(found)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
-    def load(self, entry: Entry) -> Trajectory:
+    def load(self, entry: RecordEntry) -> Trajectory:
         """Reads the trajectory of an entry, from this follower or from an earlier one of the run.
 
         Raises:
@@ -138,7 +138,7 @@ class Follower:
         if self._read[name] < size:
             self._tails[name] = size, first if known == size else now, now
 
-    def _take(self, entry: Entry) -> bool:
+    def _take(self, entry: RecordEntry) -> bool:
         """Return whether an entry shall be yielded, and record it."""
         succeeded = entry.status in VERIFIED
         if entry.id in self._seen and not (succeeded and entry.id in self._failed):

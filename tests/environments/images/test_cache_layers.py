@@ -17,7 +17,7 @@ import pytest
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
-from megaflow_hpc.environments.images.layers.view import Tree, View
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SandboxError
 from tests.support.layers import OPAQUE, Entries, add_image, add_layer
@@ -48,7 +48,7 @@ def bases(small_images: SmallImages, store: ImageStore) -> list[str]:
 
 def seen(*directories: str) -> set[str]:
     """The paths below etc, lib and gone that an overlay of these shows."""
-    view = View([Tree(directory) for directory in directories])
+    view = LayerView([Tree(directory) for directory in directories])
     found = {f"{name}/{below}" for name in ("etc", "lib") for below in view.names(name)}
     return found | {name for name in ("etc", "lib", "gone") if view.entry(name)}
 

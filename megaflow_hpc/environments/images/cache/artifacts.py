@@ -36,7 +36,7 @@ LAYER_EXTRA_INODES = 8
 
 
 @dataclass(frozen=True)
-class Artifact:
+class CachedTree:
     """One copy. ``make(directory)`` writes it to ``directory/rootfs`` and returns the bytes that it has read."""
 
     name: str
@@ -51,7 +51,7 @@ class ImagePlan:
     """The trees of one image: ``artifacts``, the topmost first, and below them perhaps a ``directory``."""
 
     image: str
-    artifacts: tuple[Artifact, ...]
+    artifacts: tuple[CachedTree, ...]
     directory: str | None = None
     """The base, if it is an unpacked image. It is used without a copy."""
 
@@ -84,24 +84,24 @@ def plan(facts: ImageFacts, apptainer: str, *, flat: bool = False) -> ImagePlan:
     return ImagePlan(facts.path, tuple(artifacts))
 
 
-def _sif_artifact(facts: ImageFacts, apptainer: str) -> Artifact:
+def _sif_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
     size = DiskUsage(facts.unpacked_bytes, facts.inodes + TREE_EXTRA_INODES)
-    return Artifact(f"{facts.key}-tree", facts.path, size, lambda at: _unpack_sif(facts, at / "rootfs", apptainer))
+    return CachedTree(f"{facts.key}-tree", facts.path, size, lambda at: _unpack_sif(facts, at / "rootfs", apptainer))
 
 
-def _layer_artifact(facts: ImageFacts, layer: LayerFacts) -> Artifact:
+def _layer_artifact(facts: ImageFacts, layer: LayerFacts) -> CachedTree:
     blob = str(layer_path(facts.path, layer.digest))
     size = DiskUsage(layer.unpacked_bytes, layer.inodes + LAYER_EXTRA_INODES)
-    return Artifact(f"{layer.digest[:40]}-layer", blob, size, lambda at: _unpack_layer(blob, layer, at / "rootfs"))
+    return CachedTree(f"{layer.digest[:40]}-layer", blob, size, lambda at: _unpack_layer(blob, layer, at / "rootfs"))
 
 
-def _flat_artifact(facts: ImageFacts, apptainer: str) -> Artifact:
+def _flat_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
     bytes_, inodes = facts.unpacked_bytes, facts.inodes
     if facts.base is not None and os.path.isdir(facts.base.path):
         base = _measure(facts.base.path)
         bytes_, inodes = bytes_ + base.bytes, inodes + base.inodes
     size = DiskUsage(bytes_, inodes + TREE_EXTRA_INODES)
-    return Artifact(f"{facts.key}-tree", facts.path, size, lambda at: _lay_out(facts, at, apptainer))
+    return CachedTree(f"{facts.key}-tree", facts.path, size, lambda at: _lay_out(facts, at, apptainer))
 
 
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.artifacts import ImagePlan, plan
-from megaflow_hpc.environments.images.cache.index import NOTHING, CacheIndex, Claim, DiskUsage
+from megaflow_hpc.environments.images.cache.index import NOTHING, CacheClaim, CacheIndex, DiskUsage
 from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles
 from megaflow_hpc.errors import MegaflowError, SandboxError
 
@@ -26,7 +26,7 @@ POLL_INTERVAL_S = (0.005, 0.1)
 """Pause between two polls for room or for another process: the first, and the longest."""
 
 
-class Lease:
+class ImageLease:
     """The right to use an image on this node until :meth:`release`.
 
     ``path`` is its bottom tree. ``layers`` are the trees over it, the topmost first.
@@ -71,7 +71,7 @@ class ImageCache:
 
     # --- use ----------------------------------------------------------------------------------------------------
 
-    def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> Lease:
+    def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> ImageLease:
         """Returns a lease on an image, which is unpacked now if it is not here.
 
         Blocks while another process unpacks it, and while all copies that would have to be removed are in use.
@@ -83,7 +83,7 @@ class ImageCache:
             SandboxError: the image is missing, its content does not have the digest in its name, or there is no room.
         """
         if os.path.isdir(image):
-            return Lease(os.path.realpath(image))
+            return ImageLease(os.path.realpath(image))
         wanted = self._plan(image, flat)
         deadline = time.monotonic() + timeout_s
         try:
@@ -96,10 +96,10 @@ class ImageCache:
             raise SandboxError(f"{image}: not staged within {timeout_s:g} s: {error}") from None
         return self._lease(wanted)
 
-    def ready(self, image: str, *, flat: bool = False) -> Lease | None:
+    def ready(self, image: str, *, flat: bool = False) -> ImageLease | None:
         """Returns a lease if the image is here, else ``None``. Never waits."""
         if os.path.isdir(image):
-            return Lease(os.path.realpath(image))
+            return ImageLease(os.path.realpath(image))
         wanted = self._plan(image, flat)
         return self._lease(wanted) if self._index.use(wanted.names, wait=False) else None
 
@@ -180,11 +180,11 @@ class ImageCache:
             known = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
         return known[1]
 
-    def _lease(self, wanted: ImagePlan) -> Lease:
+    def _lease(self, wanted: ImagePlan) -> ImageLease:
         trees = [str(self._index.path(artifact.name) / "rootfs") for artifact in wanted.artifacts]
         if wanted.directory is not None:
             trees.append(wanted.directory)
-        return Lease(trees[-1], trees[:-1], self._index, wanted.names)
+        return ImageLease(trees[-1], trees[:-1], self._index, wanted.names)
 
     def _make_missing(self, wanted: ImagePlan, deadline: float) -> bool:
         """Makes the missing copies of an image that no other thread or process makes.
@@ -216,7 +216,7 @@ class ImageCache:
                 "MEGAFLOW_CACHE_INODES, or set MEGAFLOW_SCRATCH to a larger place"
             )
 
-    def _claim(self, wanted: ImagePlan, deadline: float) -> Claim | None:
+    def _claim(self, wanted: ImagePlan, deadline: float) -> CacheClaim | None:
         """Waits for room, after the processes and threads that came before.
 
         Returns:

@@ -60,7 +60,7 @@ NOTHING = DiskUsage(0, 0)
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A copy in the cache."""
 
     name: str
@@ -89,7 +89,7 @@ class _User:
 
 
 @dataclass(frozen=True)
-class Claim:
+class CacheClaim:
     """The missing copies of an image, divided by the process that makes them."""
 
     own: Sequence[str]
@@ -152,7 +152,7 @@ class CacheIndex:
         """Returns whether all of these copies are here."""
         return all(self.has(name) for name in names)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CacheEntry]:
         """Returns every copy, the least recently used first."""
         found = []
         for name in _names(self.root / "images"):
@@ -161,7 +161,7 @@ class CacheIndex:
                 known = json.loads(path.read_bytes())
                 size = DiskUsage(known["bytes"], known["inodes"])
                 used_at = path.stat().st_mtime
-                found.append(Entry(name, size, known["image"], known["ahead"], known["made_at"], used_at))
+                found.append(CacheEntry(name, size, known["image"], known["ahead"], known["made_at"], used_at))
             except (OSError, ValueError, KeyError):
                 continue  # removed meanwhile
         return sorted(found, key=lambda entry: entry.used_at)
@@ -233,7 +233,7 @@ class CacheIndex:
                 self._state.waits_since_ns = None
                 self._write()
 
-    def claim(self, sizes: Mapping[str, DiskUsage], *, ahead: bool = False, queued: bool = False) -> Claim | None:
+    def claim(self, sizes: Mapping[str, DiskUsage], *, ahead: bool = False, queued: bool = False) -> CacheClaim | None:
         """Reserves room for the missing copies of an image that no process makes yet, and removes others for it.
 
         The least recently used go first. Copies in use stay. Copies that some process wants next go only if ``ahead``
@@ -255,7 +255,7 @@ class CacheIndex:
             remove_tree(place, ignore_errors=True)
         return claim
 
-    def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[Claim | None, list[Path]]:
+    def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[CacheClaim | None, list[Path]]:
         """Does what :meth:`claim` says, and returns the removed copies too. Call with the lock held."""
         users = list(self._users().values())
         made = {name for user in users for name in user.makes}
@@ -277,7 +277,7 @@ class CacheIndex:
             if not ahead:
                 self._uses.update(sizes.keys())
             self._write()
-        return Claim(own, [name for name in missing if name in made]), removed
+        return CacheClaim(own, [name for name in missing if name in made]), removed
 
     def _is_turn(self, users: Sequence[_User], queued: bool) -> bool:
         waiting = [user.waits_since_ns for user in users if user.waits_since_ns is not None]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaflow_hpc.environments.images.cache.cache import ImageCache, Lease
-from megaflow_hpc.environments.images.layers.view import Tree, View
+from megaflow_hpc.environments.images.cache.cache import ImageCache, ImageLease
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
 from megaflow_hpc.environments.sandbox.probe import Site
 from megaflow_hpc.environments.sandbox.rootfs import overlay
@@ -67,9 +67,9 @@ class Access:
         self.release = release
 
     @property
-    def image(self) -> View:
+    def image(self) -> LayerView:
         """The image's files, merged from all trees."""
-        return View([Tree(place) for place in (*self.layers, self.rootfs)])
+        return LayerView([Tree(place) for place in (*self.layers, self.rootfs)])
 
     def command_line(
         self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
@@ -196,7 +196,7 @@ class ImageAccess:
         """Returns an image, which is unpacked now if it is not in the cache. Blocks."""
         return self._access(image, self.images.acquire(image, flat=self.is_flat(image)))
 
-    def _access(self, image: str, lease: Lease) -> Access:
+    def _access(self, image: str, lease: ImageLease) -> Access:
         settings = "" if os.path.isdir(image) else self.images.facts(image).settings
         copies = self.writes == "copy"
         return Access(lease.path, lease.release, copies=copies, layers=lease.layers, settings=settings)

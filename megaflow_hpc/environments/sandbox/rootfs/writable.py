@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images.layers.merging import DELETED
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -38,7 +38,7 @@ class LayerPaths:
 
     upper: Path
     """The overlay's upper directory: what the sandbox changed."""
-    image: View
+    image: LayerView
     """The image below it."""
 
 
@@ -152,7 +152,7 @@ class WritableLayer:
         return said.decode().strip()
 
 
-def leads(image: View, parts: Sequence[str]) -> bool:
+def leads(image: LayerView, parts: Sequence[str]) -> bool:
     """Whether a path leads, or a link in it may lead, to something in an image."""
     for depth in range(1, len(parts) + 1):
         found = image.entry("/".join(parts[:depth]))
