@@ -153,7 +153,7 @@ def test_on_a_terminal_of_24_lines_without_colours_it_can_be_left_and_resized(ru
 def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaflow_hpc.cli.view.app.SLOW_S", 1.0)
+    monkeypatch.setattr("megaflow_hpc.cli.view.app.SLOW_RUN_DIRECTORY_S", 1.0)
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which a lender is asked to give a file back
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("live")))
 
