@@ -32,7 +32,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
         return [*trainers, together(config, run, groups), gather_job(config, run, "afterany:ID_OF_THE_POD")]
     if config.is_pool:
         return list(server_jobs(config, run, groups, allowed))
-    pods = pod_jobs(config, run, allowed, engines=engines, beside=beside(config, run, groups, allowed))
+    pods = pod_jobs(config, run, allowed, engines=engines, server_amounts=beside(config, run, groups, allowed))
     trainers = list(trainer_jobs(config, run))
     gather = gather_job(config, run, "afterany:ID_OF_THE_POD_ARRAY" + ":ID_OF_THE_TRAINER" * len(trainers))
     return [*server_jobs(config, run, groups, allowed), *trainers, *pods, *pod_jobs_elsewhere(config, run), gather]

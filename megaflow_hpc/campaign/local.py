@@ -20,8 +20,8 @@ from megaflow_hpc.config.slurm import TRAINER_REQUEUES
 from megaflow_hpc.errors import ConfigError, SiteError, StarvedError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
+from megaflow_hpc.host.cleanup import make_directory
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.leftovers import make_directory
 from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger.report import process_here
 from megaflow_hpc.rundir.layout import RunDir

@@ -1,10 +1,11 @@
-"""The command line ``megaflow-hpc``: one module per group of verbs, each with ``register(subparsers)``.
+"""The command line ``megaflow-hpc``: one module per group of verbs, each with a function ``register(subparsers)``.
 
-Words of the command line come in; what a verb found goes to stdout, as JSON alone under ``--json``, and what a person
-should know to stderr. Errors are a line of text on stderr under ``--json`` too: a program tells them by the exit status
-and an empty stdout. Verbs call the other rooms and compute nothing themselves; only ``__main__``, the console script
-and tests call :func:`main`. Exit status: 0 every rollout was carried out, whatever its reward;
-1 some could not be; 2 a bad file or argument; 3 the site refused; 130 interrupted.
+Results go to stdout, as pure JSON under ``--json``. Notes for a person and errors go to stderr as text, under
+``--json`` too: a program detects an error by the exit status and an empty stdout. Verbs call the other rooms and
+compute nothing themselves. Only ``__main__``, the console script and tests call :func:`main`.
+
+Exit status: 0 every rollout was carried out, whatever its reward; 1 some rollouts could not be carried out; 2 a bad
+file or argument; 3 the site refused; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -49,33 +50,33 @@ GROUPS = {
     "completion": ("completion",),
     "help": ("help",),
 }
-"""Modules of this room, and of the rooms in it, and the verbs that each adds."""
+"""Modules of this room and its subrooms, with the verbs that each adds."""
 ABOUT_ALL = ("completion", "help")
-"""Verbs that read the parser of all."""
+"""Verbs that need the parser with all verbs."""
 
 SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
-    "look at it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
-    "go on, or end it": ("resume", "scale", "weights", "cancel"),
+    "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
+    "continue or end it": ("resume", "scale", "weights", "cancel"),
     "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),
-    "the site, and this program": ("doctor", "janitor", "completion", "help"),
+    "the site and this program": ("doctor", "janitor", "completion", "help"),
 }
-"""What people do, and its verbs, as ``--help`` shows them."""
+"""Activities with their verbs, as ``--help`` shows them."""
 
 EPILOG = """\
 first steps:
   megaflow-hpc doctor                     what this site has and lacks
   megaflow-hpc init                       writes campaign.yaml for this site
   megaflow-hpc run campaign.yaml          submit, follow, gather, summarise
-  megaflow-hpc status RUN                 how far it is
+  megaflow-hpc status RUN                 show its progress
 
 RUN is a run directory, or latest: the newest one here. megaflow-hpc help VERB shows a verb's arguments and examples,
-megaflow-hpc help variables what can be set in the environment.
+megaflow-hpc help variables the environment variables.
 
 exit status:
   0    every rollout was carried out, whatever its reward
-  1    some could not be
+1    some rollouts could not be carried out
   2    a bad file or argument
   3    the site refused
   130  interrupted
@@ -83,10 +84,11 @@ exit status:
 
 
 def build_parser(words: Sequence[str] = ()) -> CommandParser:
-    """The parser of all verbs; ``run`` of its result is the function that carries out the verb.
+    """Builds the parser. ``run`` of its result is the function that carries out the verb.
 
     Args:
-        words: a command line, of whose verb alone the parser may be: all of them take a tenth of a second.
+        words: A command line. If it names a verb, only that verb's group is loaded: loading all takes a tenth of a
+            second.
     """
     parser = CommandParser(
         SECTIONS,
@@ -105,13 +107,13 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
 
 
 def _groups_of(words: Sequence[str]) -> Iterable[str]:
-    """The group of a command line's verb; all where it has none, or one that concerns all."""
+    """Return the group of the command line's verb, or all groups if there is no verb or it needs all of them."""
     verb = next((word for word in words if word not in ("--json", "--debug")), "")
     return [group for group, verbs in GROUPS.items() if verb in verbs and verb not in ABOUT_ALL] or GROUPS
 
 
 def _help(arguments: argparse.Namespace) -> int:
-    """The bare command is asked by who does not know it yet: that is no error, and the help belongs on stdout."""
+    """Print the help. A bare command is not an error, since new users start with it."""
     if arguments.json:
         arguments.root.error("missing: VERB")
     arguments.root.print_help()
@@ -119,7 +121,7 @@ def _help(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit status, 2 for wrong words."""
+    """Runs one verb and returns its exit status (2 for wrong arguments)."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())
     try:
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json and arguments.no_json:
             arguments.no_json.error("--json: this verb prints no JSON")
         status = confined.carry_out(arguments, _carry_out)
-    except SystemExit as ended:  # help, the version, or a wrong word: argparse has said all
+    except SystemExit as ended:  # --help, --version or a wrong argument: argparse has printed the message
         status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except KeyboardInterrupt:
         note("megaflow-hpc: interrupted")
@@ -149,7 +151,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
             raise
         note(f"megaflow-hpc: {lacking}")
         return lacking.exit_status
-    except BrokenPipeError:  # the reader of our output left; nothing to complain about
+    except BrokenPipeError:  # the reader closed the pipe, which is not an error
         _close_stdout()
         return 0
     except OSError as error:
@@ -161,7 +163,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
 
 
 def _flushed(status: int) -> int:
-    """Writes what is printed while it can still be said that this failed; Python itself would show a traceback."""
+    """Flush stdout while an error can still be reported. At exit Python would print a traceback instead."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -169,7 +171,7 @@ def _flushed(status: int) -> int:
         _close_stdout()
     except OSError as error:
         _close_stdout()
-        note(f"megaflow-hpc: what was printed could not be written: {error.strerror}")
+        note(f"megaflow-hpc: cannot write to standard output: {error.strerror}")
         return status or ConfigError.exit_status
     return status
 

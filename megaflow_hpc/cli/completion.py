@@ -1,4 +1,4 @@
-"""``completion``: the words of the command line, for a shell to complete."""
+"""``completion``: prints a script for shell completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megaflow_hpc.cli.parser import verbs_of
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 
 DESCRIPTION = """\
-Prints a script that makes a shell complete verbs, options, their choices and paths. Anew after an upgrade.
+Prints a script that makes a shell complete verbs, options, choices and paths. Repeat this after an upgrade.
 
   bash   megaflow-hpc completion bash > ~/.local/share/bash-completion/completions/megaflow-hpc
   zsh    megaflow-hpc completion zsh > DIR/_megaflow-hpc      # DIR: one of $fpath, before compinit
@@ -16,7 +16,7 @@ Prints a script that makes a shell complete verbs, options, their choices and pa
 """
 DIRECTORIES = ("RUN", "DIR")
 FILES = ("CAMPAIGN", "FILE", "FILE.h5", "FILE.sif", "SIF", "SOURCE", "PATH", "X.jsonl", "BUGS.yaml", "IMAGE")
-"""Metavars that stand for a path."""
+"""Metavars of arguments that are paths."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -25,7 +25,7 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "completion",
         _completion,
-        "print what makes a shell complete verbs and options",
+        "print a script for shell completion",
         examples=["completion bash > ~/.local/share/bash-completion/completions/megaflow-hpc", "completion zsh"],
         description=DESCRIPTION,
         json=False,
@@ -42,7 +42,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _name_paths(parser: argparse.ArgumentParser) -> None:
-    """Tells ``shtab`` which arguments are paths."""
+    """Mark for ``shtab`` which arguments are paths."""
     import shtab
 
     for action in parser._actions:

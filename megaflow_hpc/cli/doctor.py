@@ -182,7 +182,7 @@ def _mpi_probe() -> Iterator[Finding]:
     from megaflow_hpc.slurm import health, site
 
     plugins, tried = site.mpi_plugins(), []
-    worlds: dict[str, health.World] = {}
+    worlds: dict[str, health.MpiProbe] = {}
     for plugin in plugins:
         if plugin.partition("_")[0] in worlds:  # pmix_v4 is what pmix has just shown
             continue

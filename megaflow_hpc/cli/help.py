@@ -1,4 +1,4 @@
-"""``help``: what ``--help`` prints, for who writes the words the other way round, and what belongs to no one verb."""
+"""``help VERB``: prints the same text as ``VERB --help``. ``help variables`` describes environment variables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "help",
         _help,
-        "print the help of the command line, of one verb, or every variable",
+        "print the help of the command line or of one verb, or list all variables",
         examples=["help", "help run", "help images build", "help variables"],
-        description="Prints what VERB --help prints; for the word variables, every environment variable that can be "
-        "set.",
+        description="Prints the same text as VERB --help. The word variables lists every environment variable that "
+        "can be set.",
         json=False,
     )
     parser.add_argument(
-        "words", metavar="VERB", nargs="*", help="a verb, and the verb of its own that it may have; or variables"
+        "words", metavar="VERB", nargs="*", help="a verb, possibly followed by a verb of its group; or variables"
     )
 
 
@@ -38,14 +38,14 @@ def _help(arguments: argparse.Namespace) -> int:
         if not verbs:
             parser.error(f"{word}: one argument too many")
         if word not in verbs:
-            parser.parse_args([word])  # says that there is none, and which is spelled alike
+            parser.parse_args([word])  # reports the unknown verb and similar ones
         parser = verbs[word]
     parser.print_help()
     return 0
 
 
 def variables(width: int) -> str:
-    """Lays out every variable that a user may set: what it means, what holds without it, and who reads it."""
+    """Formats every variable that a user may set: its meaning, its default and its reader."""
     from megaflow_hpc.config.variables import PREFIX, VARIABLES
 
     lines = []

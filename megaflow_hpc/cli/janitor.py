@@ -1,4 +1,4 @@
-"""``janitor``: removes what killed sandboxes left on this node."""
+"""``janitor``: removes the remains of killed sandboxes on this node."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "janitor",
         _janitor,
-        "remove what killed sandboxes left on this node",
+        "remove the remains of killed sandboxes on this node",
         examples=["janitor", "janitor --scratch /local/me/megaflow"],
-        description="Ends processes and removes scratch of sandboxes whose owner is gone. What belongs to a process "
-        "that lives is never touched; processes are known by pid and start time.",
+        description="Ends processes and removes scratch files of sandboxes whose owner has ended. Files of a live "
+        "process are never touched. Processes are identified by pid and start time.",
     )
     parser.add_argument(
-        "--scratch", metavar="DIR", help="where to look; default: where sandboxes are made on this node"
+        "--scratch", metavar="DIR", help="scratch directory to clean; default: the sandboxes' scratch on this node"
     )
 
 
 def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.sandbox.janitor import sweep
     from megaflow_hpc.environments.sandbox.scratch import scratch_directories
-    from megaflow_hpc.host.leftovers import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
+    from megaflow_hpc.host.cleanup import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
 
     places = [arguments.scratch] if arguments.scratch else scratch_directories()
     counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, left=0)
     for place in places:
         counts.update(sweep(place))
-    scratch = ", ".join(map(str, places)) or "no scratch here"
+    scratch = ", ".join(map(str, places)) or "no scratch on this node"
     counts["pods"] = sweep_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     counts["builds"] = sweep_directories(tempfile.gettempdir(), BUILD_DIRECTORY)
     counts["shared_memory"] = sweep_shared_memory()
@@ -46,7 +46,7 @@ def _janitor(arguments: argparse.Namespace) -> int:
         say(
             f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
             f"{counts['processes']} processes, {counts['pods']} directories of pods and "
-            f"{counts['builds']} of builds, {counts['shared_memory']} files of shared memory removed, "
-            f"{counts['left']} could not be"
+            f"{counts['builds']} of builds, {counts['shared_memory']} shared-memory files removed, "
+            f"{counts['left']} could not be removed"
         )
     return 1 if counts["left"] else 0

@@ -1,7 +1,7 @@
-"""What verbs print: JSON alone on stdout under ``--json``, lines and tables for people otherwise.
+"""Print results of verbs: pure JSON on stdout under ``--json``, otherwise lines and tables.
 
-Tasks, agents, files and logs are somebody else's text, and a terminal obeys control characters: whatever is printed for
-a person goes through :func:`say`, :func:`note` or :func:`table`, which show them as escapes.
+Text from tasks, agents, files and logs is untrusted, and terminals obey control characters. All text for a person goes
+through :func:`say`, :func:`note` or :func:`table`, which escape control characters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FINAL = ("completed", "truncated", "failed", "cancelled")
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
-    """Prints ``value`` as JSON; what JSON does not know is printed as text, and as ``null`` what is no number."""
+    """Prints ``value`` as JSON. NaN and infinity become ``null``; types that JSON lacks become text."""
     try:
         text = json.dumps(value, indent=indent, default=str, allow_nan=False)
     except ValueError:
@@ -49,30 +49,30 @@ def note(text: str) -> None:
 
 
 def confirmed(question: str, option: str) -> bool:
-    """Asks for a yes before what cannot be undone, where somebody sits at a terminal.
+    """Asks on a terminal for confirmation of an irreversible action.
 
     Args:
-        question: what happens, and whether it shall.
-        option: says yes on the command line.
+        question: The action and its effect, as a question.
+        option: The option that confirms on the command line.
 
     Raises:
-        ConfigError: nobody is there to be asked.
+        ConfigError: Standard input is not a terminal.
     """
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Say so with {option}: there is no terminal to ask at")
+        raise ConfigError(f"{question} Confirm with {option}, since standard input is not a terminal")
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 class LogFormatter(logging.Formatter):
-    """What is logged, as :func:`note` would print it."""
+    """Formats log records in the same way as :func:`note`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Lays out rows under ``head`` in columns as wide as they need to be; numbers to the right."""
+    """Formats rows as a table with the heading ``head``. Numeric columns are right-aligned."""
     cells = [[in_one_line(str("" if c is None else c)) for c in row] for row in rows]
     numeric = [
         all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
@@ -88,7 +88,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """``1:02:03`` or ``4:05`` for a number of seconds; ``?`` for none."""
+    """Formats a duration as ``1:02:03`` or ``4:05``. ``None`` gives ``?``."""
     if value is None:
         return "?"
     hours, rest = divmod(round(value), 3600)
@@ -96,7 +96,7 @@ def seconds(value: float | None) -> str:
 
 
 def used(cpu_s: float | None, memory_peak_mb: float | None, disk_peak_mb: float | None) -> str:
-    """``12.5 s of CPU, at most 103 MB of memory`` for what the sandboxes of a rollout used; NaN is unknown too."""
+    """Formats resource use as ``12.5 s of CPU, at most 103 MB of memory``. NaN counts as unknown, like ``None``."""
     parts = (
         (cpu_s, "{:.1f} s of CPU"),
         (memory_peak_mb, "at most {:.0f} MB of memory"),
@@ -106,7 +106,7 @@ def used(cpu_s: float | None, memory_peak_mb: float | None, disk_peak_mb: float 
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Lays out the summary of a campaign: one line a policy, then what is worth a note."""
+    """Formats the summary of a campaign: one line per policy, then notes."""
     head = ("policy", "rollouts", "completed", "truncated", "failed", "solved", "mean reward", "pass@k", "turns")
     rows = [
         (
@@ -137,7 +137,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _evaluated(found: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
-    """Mean reward and pass@k of a policy, each with its 95 % interval."""
+    """Format mean reward and pass@k of a policy, each with its 95 % interval."""
     if not found:
         return ("-" if mean is None else f"{mean:.3f}"), "-"
     each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in found["pass_at"].items()]
@@ -145,12 +145,12 @@ def _evaluated(found: dict[str, Any] | None, mean: float | None) -> tuple[str, s
 
 
 def estimate(value: float, low: float | None, high: float | None) -> str:
-    """``0.500 [0.095, 0.905]``: an estimate and its interval, if there is one."""
+    """Formats an estimate with its interval, if there is one: ``0.500 [0.095, 0.905]``."""
     return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def failure_lines(status: Mapping[str, Any]) -> list[str]:
-    """Says of each cause of failures which rollout failed of it first, with what error, and where to look."""
+    """Returns, for each cause of failure, the first rollout that failed, its error and the log to read."""
     lines, run = [], status["run"]
     for cause in status.get("first_failures", ()):
         lines.append(in_one_line(f"first of {cause['kind'] or 'no cause'}: {cause['id']}: {cause['error']}"))
@@ -160,7 +160,7 @@ def failure_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
-    """Says of pods that ended before any rollout why, and where that stands; those of one cause in one line."""
+    """Returns why pods ended before any rollout started, and their logs. Pods with the same cause share a line."""
     causes: dict[str, list[dict[str, Any]]] = {}
     for pod in status["unstarted"]:
         causes.setdefault(pod["cause"], []).append(pod)
@@ -174,7 +174,7 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def queue_lines(status: Mapping[str, Any]) -> list[str]:
-    """Says which jobs wait in Slurm's queue, why, what to do about it, and when Slurm expects the first to start."""
+    """Returns which jobs wait in Slurm's queue, why, the remedy, and the expected start of the first."""
     lines = []
     for group in status.get("queue", ()):
         who = group["first"] if group["jobs"] == 1 else f"{group['jobs']} (among them {group['first']})"
@@ -197,11 +197,11 @@ FIGURES = (
     ("tokens_per_s", "tokens/s"),
     ("wait_share", "waiting"),
 )
-"""Means over the last steps, and the words before them."""
+"""Training metrics, averaged over the last steps, with their labels."""
 
 
 def training_lines(status: Mapping[str, Any]) -> list[str]:
-    """Says of each policy that learns how far it is and how it goes, and what its trainer does."""
+    """Returns the progress and metrics of each learning policy, and the state of its trainer."""
     lines = []
     for policy, found in status.get("training", {}).items():
         said = [f"{policy}: step {found['step']} of {found['steps']}, weights {found['weights']}"]

@@ -1,9 +1,9 @@
-"""How the command line is read: one line for what is wrong with it, and help that fits the terminal.
+"""Parse the command line, with one-line errors and help that fits the terminal.
 
-``argparse`` prints a usage of many lines before its error, and every verb there is for one that is mistyped. Here an
-error is one line that names the word, says what was expected and suggests what is spelled alike. Options are not
-abbreviated: a script that relies on ``--roll`` breaks with the next option of that beginning. Options may stand before,
-between and behind the other arguments: ``argparse`` lets one that takes several values take ``campaign.yaml`` too.
+For a mistyped verb ``argparse`` prints a long usage and a list of all verbs. Here an error is one line with the wrong
+word, the expected ones and a similar word. Options cannot be abbreviated, because a script that uses ``--roll`` would
+break when another option with this prefix is added. Options may come before, between and after the other arguments. In
+plain ``argparse`` an option with several values would take ``campaign.yaml`` too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaflow_hpc.texts import in_one_line
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills the paragraphs of descriptions; lines that are indented, such as examples, stay as they are."""
+    """Fills the paragraphs of descriptions. Indented lines, such as examples, stay unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -39,7 +39,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the command line or of one verb; ``--debug`` may stand behind any of them."""
+    """Parses the command line or one verb's arguments. ``--debug`` is accepted after any verb."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As of ``argparse``, but what it does not know is an error here, where the verb is known."""
+        """Parses like ``argparse``, but reports an unknown option here, where the verb is known."""
         for word in self._own(args or ()):
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def _own(self, words: Sequence[str]) -> Iterable[str]:
-        """Words up to the verb that reads the rest, or to ``--``."""
+        """Yield the words before the verb that parses the rest, or before ``--``."""
         verbs = verbs_of(self)
         for word in words:
             if word == "--" or (verbs and not word.startswith("-")):
@@ -81,9 +81,9 @@ class Parser(argparse.ArgumentParser):
             yield word
 
     def _options_first(self, words: Sequence[str]) -> list[str]:
-        """Returns a verb's words as options with their values, ``--``, and the others in their order.
+        """Move a verb's options with their values to the front, followed by ``--`` and the other arguments.
 
-        Options with any number of values leave the verb's own arguments the words that those need.
+        An option with any number of values leaves enough words for the verb's own arguments.
         """
         options: list[list[str]] = []
         others: list[tuple[int, str]] = []
@@ -132,10 +132,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """The parser of the whole command line, whose help shows the verbs by what people do.
+    """Parses the whole command line. Its help groups the verbs by activity.
 
     Args:
-        sections: title → its verbs, in the order in which they are shown.
+        sections: Title → its verbs, in the order of display.
     """
 
     def __init__(self, sections: Mapping[str, Sequence[str]], **options: Any) -> None:
@@ -169,7 +169,7 @@ class CommandParser(Parser):
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Returns name → parser of the verbs that ``parser`` hands the words behind them to; none for a verb itself."""
+    """Returns the subparsers of ``parser`` by name. Empty for a verb without verbs of its own."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -191,6 +191,6 @@ def _number(text: str) -> float:
 
 
 def _near(word: str, known: Iterable[Any]) -> str:
-    """``; did you mean …?`` where one that is known is spelled alike."""
+    """Return ``; did you mean …?`` if a known word is similar."""
     near = difflib.get_close_matches(word, map(str, known), 1, 0.6)
     return f"; did you mean {near[0]}?" if near else ""

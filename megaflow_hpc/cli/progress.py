@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: a bar or a line in place on a terminal, a line now and then in a log."""
+"""Show the progress of long work on stderr: a bar or a line in place on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Shows a campaign's status on stderr: a bar on a terminal, a line now and then in a log."""
+    """Shows a campaign's status on stderr: a bar on a terminal, occasional lines in a log."""
 
     LINE_EVERY_S = 15.0
 
@@ -78,9 +78,9 @@ class ProgressLine:
 
 
 class ImageProgress:
-    """Shows on stderr how the making of images goes: a line in place on a terminal, one every two seconds in a log.
+    """Shows the progress of image builds on stderr: a line in place on a terminal, a line every two seconds in a log.
 
-    As a context manager; threads may call it. Nothing is shown before there is something to say.
+    It is a context manager, and threads may call it. It shows nothing before there is progress to report.
     """
 
     EVERY_S = 2.0
@@ -98,13 +98,12 @@ class ImageProgress:
         self._take_down()
 
     def _take_down(self) -> None:
-        """Removes the line in place."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def say(self, line: str) -> None:
-        """Prints a line, above that in place."""
+        """Prints a line above the line in place."""
         live = self._live
         if live is None:
             note(line)
@@ -113,7 +112,7 @@ class ImageProgress:
         self._said = time.monotonic()
 
     def show(self, state: BuildProgress) -> None:
-        """Shows how far it is."""
+        """Shows the current state of the builds."""
         if state.looked_up < state.total:
             self._now(f"images: {state.looked_up} of {state.total} looked up")
             return
@@ -141,7 +140,10 @@ class ImageProgress:
                 from rich.console import Console
                 from rich.live import Live
 
-                console, piped = Console(stderr=True), not sys.stdout.isatty()  # what is piped on stays where it goes
+                console, piped = (
+                    Console(stderr=True),
+                    not sys.stdout.isatty(),
+                )  # piped output must not pass through rich
                 self._live = Live(console=console, refresh_per_second=4, transient=True, redirect_stdout=not piped)
                 self._live.start()
             from rich.text import Text
@@ -153,16 +155,16 @@ class ImageProgress:
 
 
 class PlanProgress(ImageProgress):
-    """Shows on stderr what planning is at, and with which images: nothing is silent for longer than two seconds.
+    """Shows the current step of planning on stderr, so that no step is silent for more than two seconds.
 
-    Steps that take less are not named in a log.
+    In a log, steps that take less than two seconds are not shown.
 
     Args:
-        campaign: the file that is planned, for the command that builds its images on compute nodes.
+        campaign: The campaign file to plan, for the command that builds its images on compute nodes.
     """
 
     MANY_IMAGES = 4
-    """Missing images from which a job array is suggested in place of a build on the login node."""
+    """Number of missing images from which a job array is suggested instead of a build on the login node."""
     MAX_SHARES = 16
 
     def __init__(self, campaign: str | None = None) -> None:
@@ -183,23 +185,23 @@ class PlanProgress(ImageProgress):
             super().__exit__(*error)
 
     def step(self, text: str) -> None:
-        """Gets what is done from now on."""
+        """Starts a new step."""
         with self._guard:
             self._step, self._detail, self._since = text, "", time.monotonic()
             if self._live is not None:
                 self._now(text)
 
     def detail(self, text: str) -> None:
-        """Gets how far the step is; as cheap as it is called often."""
+        """Sets the progress within the step. Cheap enough to be called often."""
         self._detail = f", {text}"
 
     def say(self, line: str) -> None:
-        """Prints a line, above that in place."""
+        """Prints a line above the line in place."""
         with self._guard:
             super().say(line)
 
     def show(self, state: BuildProgress) -> None:
-        """Shows how far the making of images is."""
+        """Shows the current state of image builds."""
         with self._guard:
             super().show(state)
             if self._campaign and state.to_make >= self.MANY_IMAGES:
@@ -226,7 +228,7 @@ class PlanProgress(ImageProgress):
 
 @contextmanager
 def under_way(step: str) -> Iterator[PlanProgress]:
-    """Says on stderr every two seconds for how long a step has been under way; nothing of one that takes less."""
+    """Reports on stderr every two seconds how long a step has been running. A shorter step is not reported."""
     with PlanProgress() as watch:
         watch.step(step)
         yield watch

@@ -1,4 +1,4 @@
-"""Values of arguments that several verbs take, checked while the command line is read: each says what it expected."""
+"""Types of arguments that several verbs share. An invalid value is reported with the expected form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from megaflow_hpc.rundir.budget import LIMITS
 
 ROLES = ("pods", "servers", "trainer", "gather")
-"""Jobs that a campaign is made of, as the section ``slurm`` names them."""
+"""Kinds of jobs in a campaign, as the section ``slurm`` names them."""
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
-    """Returns a type of arguments that are whole numbers of at least ``least``."""
+    """Returns an argument type for whole numbers of at least ``least``."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
@@ -24,10 +24,10 @@ def whole(least: int = 0) -> Callable[[str], int]:
 
 
 def above_zero(text: str) -> float:
-    """The value of an argument that is a number above 0, such as a time in seconds.
+    """Parses a number above 0, such as a time in seconds.
 
     Raises:
-        ArgumentTypeError: it is no such number.
+        ArgumentTypeError: The text is not such a number.
     """
     value = _number(text)
     if not 0 < value < math.inf:
@@ -36,10 +36,10 @@ def above_zero(text: str) -> float:
 
 
 def zero_or_more(text: str) -> float:
-    """The value of an argument that is a number of at least 0.
+    """Parses a number of at least 0.
 
     Raises:
-        ArgumentTypeError: it is no such number.
+        ArgumentTypeError: The text is not such a number.
     """
     value = _number(text)
     if not 0 <= value < math.inf:
@@ -60,10 +60,10 @@ def share(text: str) -> tuple[int, int]:
 
 
 def limit(text: str) -> tuple[str, float | None]:
-    """The value of ``--limit``: ``core_hours=100``, or ``wall=none``.
+    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``.
 
     Raises:
-        ArgumentTypeError: no such limit, or no number of hours.
+        ArgumentTypeError: The limit is unknown, or the hours are not a number.
     """
     name, _, hours = text.partition("=")
     if name not in LIMITS:
@@ -77,10 +77,10 @@ def limit(text: str) -> tuple[str, float | None]:
 
 
 def request(key: str) -> Callable[[str], tuple[str, str, str | float | None]]:
-    """Returns the type of ``--time``, ``--mem`` and ``--partition``: ``8:00:00``, or ``servers=8:00:00``.
+    """Returns the argument type of ``--time``, ``--mem`` and ``--partition``: ``8:00:00`` or ``servers=8:00:00``.
 
     Args:
-        key: What is asked for: ``time``, ``mem_gb`` or ``partition``. The value is ``(role, key, value)``.
+        key: The requested quantity: ``time``, ``mem_gb`` or ``partition``. The parsed value is ``(role, key, value)``.
     """
 
     def read(text: str) -> tuple[str, str, str | float | None]:

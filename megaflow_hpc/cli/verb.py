@@ -1,9 +1,9 @@
-"""How a verb joins the command line: the same help, the same names of arguments, for every verb.
+"""Add verbs to the command line with uniform help and argument names.
 
-A group's ``register`` adds each of its verbs by :func:`add_verb`, which asks for what no help may lack: a line of what
-it does and an example that can be copied. A verb with verbs of its own is added by :func:`add_group`. Arguments that
-several verbs take are added by a function of their own here, so that they are spelled alike: ``RUN`` (:func:`add_run`),
-``-o`` (:func:`add_output`), ``--json`` (:func:`add_json`). ``tests/cli/test_help.py`` reads the help of every verb.
+A group's ``register`` adds each of its verbs with :func:`add_verb`, which requires a one-line help and an example to
+copy. A verb with verbs of its own is added with :func:`add_group`. Arguments that several verbs share have functions
+here, so that their names agree: ``RUN`` (:func:`add_run`), ``-o`` (:func:`add_output`), ``--json`` (:func:`add_json`).
+``tests/cli/test_help.py`` checks the help of every verb.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megaflow_hpc.cli.parser import HelpFormatter
 from megaflow_hpc.errors import MegaflowError
 
 Subparsers = Any
-"""What ``ArgumentParser.add_subparsers`` returns; argparse does not name its type in public."""
+"""Return type of ``ArgumentParser.add_subparsers``, which argparse does not export."""
 
 
 def add_verb(
@@ -32,12 +32,12 @@ def add_verb(
     """Adds one verb and returns its parser, to which the caller adds the verb's own arguments.
 
     Args:
-        function: carries the verb out; returns the exit status.
-        help_: one line without a full stop, for the list of verbs.
-        examples: command lines without ``megaflow-hpc``, which stands before them unless they contain it; at least one.
-        description: whole sentences for the verb's own help; ``help_`` where empty. Paragraphs are filled to the
-            terminal, indented lines stay as they are.
-        json: whether it takes ``--json``; every verb that prints does.
+        function: Carries out the verb and returns the exit status.
+        help_: One line without a full stop, for the list of verbs.
+        examples: At least one command line. ``megaflow-hpc`` is put in front unless the line contains it.
+        description: Sentences for the verb's own help. Default: ``help_``. Paragraphs are filled to the terminal's
+            width, indented lines stay unchanged.
+        json: Whether the verb takes ``--json``. Every verb that prints results does.
     """
     lines = [line if "megaflow-hpc " in line else f"megaflow-hpc {line}" for line in examples]
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -58,9 +58,9 @@ def add_verb(
 def add_group(
     subparsers: Subparsers, name: str, help_: str, *, examples: Sequence[str], description: str = ""
 ) -> Subparsers:
-    """Adds a verb that has verbs of its own, such as ``images``, and returns what these are added to.
+    """Adds a verb that has verbs of its own, such as ``images``. Returns the object to which those are added.
 
-    Without a word more it prints its help. Arguments are those of :func:`add_verb`.
+    Without a second verb it prints its help. The arguments are those of :func:`add_verb`.
     """
     parser = add_verb(subparsers, name, _print_help, help_, examples=examples, description=description)
     parser.set_defaults(group=parser)
@@ -75,18 +75,18 @@ def _print_help(arguments: argparse.Namespace) -> int:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json``, which may stand before the verb too: where it is absent here, that is not said."""
+    """Adds ``--json``. It has no default here, so that a ``--json`` before the verb is not overwritten."""
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON on stdout, and nothing else there"
     )
 
 
 def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: bool = False) -> None:
-    """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest one here (``DIR/latest``: there).
+    """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest run here (``DIR/latest``: in DIR).
 
     Args:
-        nargs: as of ``add_argument``, for verbs that take several.
-        file: whether a ``trajectories.h5`` is taken too.
+        nargs: As in ``add_argument``, for verbs that take several runs.
+        file: Whether a ``trajectories.h5`` is accepted too.
     """
     what = "run directory, a trajectories.h5" if file else "run directory"
     parser.add_argument(
@@ -95,12 +95,12 @@ def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: boo
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, required: bool = False, metavar: str = "PATH") -> None:
-    """Adds ``-o``/``--output`` as ``output``; ``what`` says in a line what is written there."""
+    """Adds ``-o``/``--output`` as ``output``. ``what`` is its help line."""
     parser.add_argument("-o", "--output", metavar=metavar, required=required, help=what)
 
 
 def run_path(text: str) -> str:
-    """The value of an argument that is a run directory: ``latest`` stands for the newest one here."""
+    """Parses a run directory. ``latest`` stands for the newest one here."""
     from megaflow_hpc.rundir import runs
 
     try:

@@ -1,6 +1,6 @@
-"""This machine, below everything else: processes, trees of files, Apptainer, mpiexec, addresses, leftovers of pods.
+"""Everything about this machine: processes, file trees, Apptainer, mpiexec, addresses, cleanup after killed pods.
 
-Functions take pids, paths and command lines, and return plain values. Everybody may import from here; the room imports
-nothing of the package but its errors, and knows of no campaign, sandbox or engine. What is done here is done nowhere
-else: who the descendants of a process are, killing by identity, removing a tree, finding a program.
+Functions take pids, paths and command lines, and return plain values. Every room may import this one. It imports only
+the package's errors, and knows no campaigns, sandboxes or engines. Tasks such as finding a process's descendants,
+killing by identity, removing a tree or finding a program are implemented only here.
 """

@@ -1,4 +1,4 @@
-"""The addresses of this node, and ports that are free on it."""
+"""Find the addresses of this node, and free ports on it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import struct
 from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
-"""Reached from this node alone."""
+"""Reachable from this node only."""
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
 def address() -> str:
-    """Returns how other nodes reach this one: ``MEGAFLOW_ADDRESS``, else the host's name where it resolves, else the
-    address of its route outward, else :data:`LOOPBACK`."""
+    """Returns the address by which other nodes reach this one.
+
+    It is ``MEGAFLOW_ADDRESS``, else the host's name if it resolves, else the address of its outward route, else
+    :data:`LOOPBACK`.
+    """
     chosen = os.environ.get("MEGAFLOW_ADDRESS")
     if chosen:
         return chosen
@@ -28,18 +31,18 @@ def address() -> str:
         pass
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
+            probe.connect(("192.0.2.1", 9))  # a documentation address, to which nothing is sent
             return str(probe.getsockname()[0])
         except OSError:
             return LOOPBACK
 
 
 SIOCGIFADDR = 0x8915
-"""netdevice(7): the IPv4 address of an interface."""
+"""netdevice(7): request for the IPv4 address of an interface."""
 
 
 def interface_towards(host: str) -> str:
-    """Returns the interface by which this node reaches an IPv4 address, its own ones included; else ``""``."""
+    """Returns the interface through which this node reaches an IPv4 address, including its own. Empty if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host or LOOPBACK, 9))  # nothing is sent
@@ -47,17 +50,17 @@ def interface_towards(host: str) -> str:
             return ""
         own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # without an address
+            with contextlib.suppress(OSError):  # an interface without an address
                 if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
                     return name
     return ""
 
 
 def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``no_proxy`` and ``NO_PROXY`` with the loopback in them, and what a site has there already.
+    """Returns ``no_proxy`` and ``NO_PROXY`` with the loopback added to the site's own entries.
 
-    Gateways and engines are called at this node's own addresses; an agent's HTTP client would send those calls to the
-    site's proxy too. Clients read the variable in small letters where there is one, so both say the same.
+    Gateways and engines are called at this node's own addresses, and an agent's HTTP client would send those calls to
+    the site's proxy. Clients prefer the lower-case variable if it is set, so both have the same value.
     """
     there = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     value = ",".join([*LOOPBACKS, there] if there else LOOPBACKS)
@@ -65,7 +68,8 @@ def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Returns a TCP port of ``host`` that was free a moment ago; who loses the race for it tries another."""
+    """Returns a TCP port of ``host`` that was just free. If another process takes it first, the caller tries another.
+    Returns a TCP port of ``host`` that was just free. If another process takes it first, the caller tries another."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

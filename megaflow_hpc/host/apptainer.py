@@ -1,8 +1,8 @@
-"""The Apptainer of this machine: where it is, what it is called with, what it can do.
+"""Find the Apptainer of this machine, its environment and its features.
 
-Every call gets an environment built from nothing. ``APPTAINER_BINDPATH`` and its kin bind host paths in spite of
-``--containall --cleanenv``, sites' modules set them, and ``PMI*`` and ``SLURM*`` would let a process in a container
-take part in the job; an environment that starts empty has none of them.
+Every call gets a newly built environment. ``APPTAINER_BINDPATH`` and similar variables, which site modules set, bind
+host paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would let a process in a container act as part
+of the job. A new environment contains none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from megaflow_hpc.errors import SiteError
 
 CONTROL_DIR = "/.megaflow"
-"""Where the host's side of a sandbox appears inside, read-only."""
+"""Read-only directory in a sandbox for the host's control files."""
 
 _PASSED = ("LANG", "LC_ALL", "TZ")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -40,7 +40,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:
-    """Returns the environment Apptainer itself runs with. ``proxies`` only for builds, which may download."""
+    """Returns the environment for Apptainer itself. ``proxies`` is meant only for builds, which may download."""
     environment = {
         "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}".lstrip(":"),
         "HOME": os.environ.get("HOME", "/"),
@@ -53,13 +53,13 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
 
 
 def proxy_variables() -> dict[str, str]:
-    """Returns the variables by which the caller's programs find their proxies."""
+    """Returns the variables with which the caller's programs find their proxies."""
     return {name: os.environ[name] for name in _PROXIES if name in os.environ}
 
 
 @functools.cache
 def unshare() -> tuple[str, ...]:
-    """Returns the argv prefix that runs a command as uid 0 of a user namespace; empty where that does not work."""
+    """Returns the argv prefix that runs a command as uid 0 of a user namespace. Empty if namespaces do not work."""
     program = shutil.which("unshare")
     words = (program, "--user", "--map-root-user") if program else ()
     return words if words and not _run([*words, "true"]) else ()
@@ -67,17 +67,17 @@ def unshare() -> tuple[str, ...]:
 
 @functools.cache
 def only_by_root() -> bool:
-    """Whether there are no user namespaces for users, so that a setuid Apptainer is the one way to a container.
+    """Returns whether users cannot create user namespaces, so that containers need a setuid Apptainer.
 
-    Commands run as the caller then, without any capability. (Inside a user namespace a setuid Apptainer does not use
-    its rights, so where there are namespaces it is as good as any.)
+    Commands then run as the caller, without any capability. (Inside a user namespace a setuid Apptainer does not use
+    its rights. So if namespaces work, it is as safe as any other.)
     """
     return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
 
 
 def last_line(output: str) -> str:
-    """Returns what Apptainer died of: its last ``FATAL`` or ``ERROR`` line without colour and stamp, else the last
-    line."""
+    """Returns Apptainer's error: its last ``FATAL`` or ``ERROR`` line without colour and timestamp, else the last line.
+    Returns Apptainer's error: its last ``FATAL`` or ``ERROR`` line without colour and timestamp, else the last line."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     for level in ("FATAL", "ERROR"):
@@ -88,7 +88,7 @@ def last_line(output: str) -> str:
 
 
 def version(apptainer: str) -> str:
-    """Returns the version, as ``1.4.5``; the whole answer if it is of another form."""
+    """Returns the version, such as ``1.4.5``. If the output has another form, returns all of it."""
     return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, as open to their group as the directory they lie in."""
+"""Publish files atomically, with the group permissions of their directory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SHARED = stat.S_ISGID | stat.S_IRGRP
-"""Bits that tell a directory which its group shares."""
+"""Permission bits of a directory that is shared with its group."""
 
 
 @functools.lru_cache(maxsize=256)
 def file_mode(folder: Path) -> int:
-    """Returns the mode of new files in ``folder``: 0640 where its group shares it, else 0600. Cached per process."""
+    """Returns the mode of new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per process.
+    Returns the mode of new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per process."""
     return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory, if it does not exist, with the permissions of its parent."""
+    """Creates a directory with the permissions of its parent, if it does not exist."""
     if not path.is_dir():
         path.mkdir(mode=0o700, exist_ok=True)
         if file_mode(path.parent) == 0o640:
@@ -46,7 +47,7 @@ def without_links(folder: Path) -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if folder.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(folder)) from None
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(folder)) from None
         raise error
     try:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -58,15 +59,15 @@ def without_links(folder: Path) -> Iterator[Path]:
 def write_atomic(
     path: Path, data: bytes | str, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
 ) -> None:
-    """Publishes ``data`` at ``path`` atomically, and durably before it is visible (write, fsync, rename).
+    """Publishes ``data`` at ``path`` atomically. The data is durable before it is visible (write, fsync, rename).
 
     Args:
-        mode: Permission bits, whatever the umask. Default: :func:`file_mode`.
-        exclusive: Nothing may be there.
-        temporary: Where it is written first, on the same file system. Default: beside it.
+        mode: Permission bits, regardless of the umask. Default: :func:`file_mode`.
+        exclusive: Fail if ``path`` exists.
+        temporary: Path to write to first, on the same file system. Default: a name next to ``path``.
 
     Raises:
-        FileExistsError: ``exclusive``, and something is.
+        FileExistsError: ``exclusive`` is set and ``path`` exists.
     """
     with new_file(path, mode, exclusive, temporary) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -76,7 +77,8 @@ def write_atomic(
 def new_file(
     path: Path, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Opens a file that is published when the block ends, and removed if it raises; see :func:`write_atomic`."""
+    """Opens a file that is published at the end of the block, and removed if the block raises; see
+    :func:`write_atomic`."""
     mode = file_mode(path.parent) if mode is None else mode
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -107,13 +109,13 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Makes a directory durable, with all that is below it."""
+    """Makes a directory and everything below it durable."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def to_json(value: Any) -> str:
-    """Returns indented JSON with sorted keys; what JSON does not know becomes a string."""
+    """Returns indented JSON with sorted keys. Values that JSON lacks become strings."""
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The MPI of this machine: its launcher, what mpi4py's library is, and what srun must speak for it."""
+"""Find the MPI launcher and mpi4py's MPI library, and choose the matching types of srun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.address import interface_towards
 
 PMI2, PMIX = ("pmi2", "cray_shasta"), ("pmix", "pmix_v5", "pmix_v4", "pmix_v3")
-"""Types of ``srun --mpi``: MPICH and Intel MPI speak pmi2 without further libraries, Open MPI speaks pmix alone."""
+"""Types of ``srun --mpi``. MPICH and Intel MPI support pmi2 without further libraries. Open MPI supports only pmix."""
 LIBRARY_S = 20.0
 LIBRARY = """\
 import mpi4py
@@ -26,25 +26,25 @@ print(MPI.Get_library_version())
 
 
 def find_mpiexec() -> str:
-    """Returns the mpiexec that belongs to this interpreter's MPI, else the one on PATH.
+    """Returns the mpiexec of this interpreter's MPI, else the one on PATH.
 
     Raises:
-        SiteError: there is none.
+        SiteError: No mpiexec was found.
     """
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if not found:
         raise SiteError(
-            "mpiexec: not found; pip install mpich beside megaflow-hpc, load an MPI module, or run with --ranks 1"
+            "mpiexec: not found; pip install mpich next to megaflow-hpc, load an MPI module, or run with --ranks 1"
         )
     return found
 
 
 def mpiexec(ranks: int) -> list[str]:
-    """Returns the words that start so many ranks on this machine, however many cores it has.
+    """Returns the command prefix that starts ``ranks`` ranks on this machine, regardless of its number of cores.
 
     Raises:
-        SiteError: there is no mpiexec.
+        SiteError: There is no mpiexec.
     """
     more = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
     return [find_mpiexec(), *more, "-n", str(ranks)]
@@ -52,9 +52,9 @@ def mpiexec(ranks: int) -> list[str]:
 
 @functools.cache
 def mpi_library() -> str:
-    """Returns the first words of what mpi4py's MPI says of itself; empty where it says nothing.
+    """Returns the name of mpi4py's MPI library. Empty if it reports none.
 
-    Asked of a child, which does not start MPI: loading a library can hang or end a process.
+    A child process loads the library without starting MPI, because loading can hang or end a process.
     """
     try:
         asked = [sys.executable, "-c", LIBRARY]
@@ -66,22 +66,22 @@ def mpi_library() -> str:
 
 
 def mpi_order(library: str) -> tuple[str, ...]:
-    """Returns the types of ``srun --mpi`` in the order in which they are worth trying with this MPI."""
+    """Returns the types of ``srun --mpi`` to try with this MPI, in order."""
     return (*PMIX, *PMI2) if library.startswith("Open MPI") else (*PMI2[:1], *PMIX, *PMI2[1:])
 
 
 def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns what MPI's network is set to before MPI starts in a step of several nodes; empty where MPI decides.
+    """Returns the network settings for MPI in a step of several nodes. Empty if MPI chooses itself.
 
-    With UCX, MPICH tells the other nodes 4 KB of its memory, of which its address is a part, in pieces of 1,022 digits
-    and a key for each; Slurm's pmi2 reads 1,024 bytes of a line, and the start hangs wherever a piece is full. With
-    libfabric it tells 16 bytes. Of its providers ``sockets`` lets the other ranks go on when one is killed; in ``tcp``
-    rank 0 waits for ever. Of several interfaces libfabric takes one that may lead nowhere (a bridge of
-    containers), so it is told the one by which this node reaches the step's ``srun``.
+    With UCX, MPICH sends 4 KB of memory that contains its address to other nodes, in pieces of 1,022 digits with a key
+    each. Slurm's pmi2 reads 1,024 bytes of a line, so the start hangs if a piece is full. With libfabric it sends only
+    16 bytes. With libfabric's provider ``sockets`` the other ranks continue if one is killed; with ``tcp`` rank 0 would
+    wait for ever. If there are several interfaces, libfabric may choose an unusable one (such as a container bridge).
+    So it is given the interface through which this node reaches the step's ``srun``.
 
     Args:
-        library: All that MPI says of itself. One made without UCX or without libfabric has no choice.
-        environ: This rank's variables. A network that they choose stays.
+        library: Complete version text of MPI. A library built without UCX or without libfabric has no choice.
+        environ: Variables of this rank. A network that they choose is kept.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)
     over_pmi2 = environ.get("MEGAFLOW_MPI") == "pmi2" and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1

@@ -1,6 +1,6 @@
-"""Processes of this machine, read from Linux ``/proc``, and killed by identity: a pid may be given to another process.
+"""Inspect processes through Linux ``/proc``, and kill them by identity, since a pid may be reused.
 
-Light to import: the parent of an engine's processes does.
+The module is light to import, because the parent of an engine's processes imports it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ def node_name() -> str:
 
 
 def boot_id() -> str:
-    """Returns the kernel's identity of this boot; pids and start times mean something within one boot only."""
+    """Returns the kernel's id of this boot. Pids and start times are comparable only within one boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 PF_EXITING = 0x4
-"""Flag in ``/proc/PID/stat``, of Linux' ``include/linux/sched.h``."""
+"""Flag in ``/proc/PID/stat``, from Linux' ``include/linux/sched.h``."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process that cannot be mistaken for a later one of the same pid. ``start`` in clock ticks since boot."""
+    """Identifies a process, so that a later one with the same pid is not mistaken for it. ``start`` is in clock ticks
+    since boot."""
 
     pid: int
     start: int
@@ -40,26 +41,26 @@ class Identity:
 
     @classmethod
     def parse(cls, text: str) -> Identity | None:
-        """Reads what :meth:`__str__` wrote; ``None`` if ``text`` is of another form."""
+        """Parses the output of :meth:`__str__`. ``None`` if ``text`` has another form."""
         found = re.fullmatch(r"([0-9]{1,20})-([0-9]{1,20})", text)
         return cls(int(found[1]), int(found[2])) if found else None
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """Returns the process that has ``pid`` now; ``None`` if there is none, or only its zombie."""
+        """Returns the process that has ``pid`` now. ``None`` if it does not exist or is a zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
     def alive(self) -> bool:
-        """Whether this very process runs; a zombie does not."""
+        """Returns whether this process is running. A zombie does not count."""
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:
-        """Sends SIGKILL; returns ``False`` if the process was gone."""
+        """Sends SIGKILL. Returns False if the process had ended."""
         return self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> bool:
-        """Sends a signal through a pidfd that was checked to be this very process; ``False`` if it was gone."""
+        """Sends a signal through a pidfd that was verified to be this process. Returns False if it had ended."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except OSError:
@@ -76,20 +77,21 @@ class Identity:
 
 
 def kill_each(pids: Iterable[int]) -> int:
-    """Sends SIGKILL to the processes that have these pids now; returns to how many it could be sent."""
+    """Sends SIGKILL to the processes that have these pids now. Returns the number of signals sent."""
     return sum(identity.kill() for pid in pids if (identity := Identity.of(pid)))
 
 
 def read_proc(path: str) -> bytes:
-    """Returns a file of ``/proc``, in half the system calls of a file object: a watchdog reads thousands a second.
+    """Returns a file of ``/proc``, with half the system calls of a file object, since a watchdog reads thousands per
+    second.
 
     Raises:
-        OSError: it cannot be read; the process is gone.
+        OSError: It cannot be read because the process has ended.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = data = os.read(descriptor, 65536)
-        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # the kernel gives it by the page
+        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # the kernel returns it page by page
             found += data
         return found
     finally:
@@ -97,32 +99,33 @@ def read_proc(path: str) -> bytes:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/PID/stat`` from the third (state) on; empty if the process is gone."""
+    """Returns the fields of ``/proc/PID/stat`` from the third (state) on. Empty if the process has ended."""
     try:
-        # The second field, in brackets, may hold blanks and brackets itself.
+        # The second field is in brackets and may contain blanks and brackets.
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
     except OSError:
         return []
 
 
 def exiting(pid: int) -> bool:
-    """Whether a process is gone or on its way out: it runs nothing any more, and has lost its argv before its entry."""
+    """Returns whether a process has ended or is exiting. An exiting process runs no code and loses its argv before its
+    entry."""
     fields = stat_fields(pid)
     return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
 def parent(pid: int) -> int:
-    """Returns the parent's pid; 0 if the process is gone."""
+    """Returns the parent's pid. 0 if the process has ended."""
     return _stat_number(pid, 1)
 
 
 def group(pid: int) -> int:
-    """Returns the process group; 0 if the process is gone."""
+    """Returns the process group. 0 if the process has ended."""
     return _stat_number(pid, 2)
 
 
 def session(pid: int) -> int:
-    """Returns the session; 0 if the process is gone."""
+    """Returns the session. 0 if the process has ended."""
     return _stat_number(pid, 3)
 
 
@@ -132,10 +135,10 @@ def _stat_number(pid: int, field: int) -> int:
 
 
 def children(pid: int, threads: int | None = None) -> list[int]:
-    """Returns the processes that ``pid`` is the parent of.
+    """Returns the child processes of ``pid``.
 
     Args:
-        threads: threads of ``pid``, where the caller knows; with 1 the listing of its threads is spared.
+        threads: Number of threads of ``pid``, if known. With 1 its threads need not be listed.
     """
     names = [str(pid)]
     if threads != 1:
@@ -153,7 +156,8 @@ def children(pid: int, threads: int | None = None) -> list[int]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yields every process below ``pid``. Those of a pid namespace are all below its first process, orphans too."""
+    """Yields all descendants of ``pid``. For the first process of a pid namespace these are all in it, including
+    orphans."""
     waiting = [pid]
     while waiting:
         for child in children(waiting.pop()):
@@ -167,12 +171,13 @@ def processes() -> Iterator[int]:
 
 
 def argv(pid: int) -> list[bytes]:
-    """Returns the words of a process's command line; empty if it is gone or another user's."""
+    """Returns the arguments of a process's command line. Empty if it has ended or belongs to another user."""
     return _zero_separated(pid, "cmdline")
 
 
 def environment(pid: int) -> list[bytes]:
-    """Returns the ``NAME=VALUE`` entries a process was started with; empty if it is gone or another user's."""
+    """Returns the ``NAME=VALUE`` entries with which a process was started. Empty if it has ended or belongs to another
+    user."""
     return _zero_separated(pid, "environ")
 
 
@@ -185,7 +190,7 @@ def _zero_separated(pid: int, name: str) -> list[bytes]:
 
 
 def mapped_files(pid: int) -> set[str]:
-    """Returns the paths of the files a process has mapped; empty if it is gone or another user's."""
+    """Returns the paths of a process's mapped files. Empty if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
             return {f"/{path}" for line in file if (path := line.rstrip("\n").partition("/")[2])}
@@ -194,7 +199,7 @@ def mapped_files(pid: int) -> set[str]:
 
 
 def user_name(uid: int) -> str:
-    """Returns the login name, or the number where there is none."""
+    """Returns the login name, or the number if it is unknown."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,7 +1,7 @@
-"""User namespaces with more than one uid: those that ``/etc/subuid`` and ``/etc/subgid`` give a user, beside uid 0.
+"""User namespaces with several uids: uid 0 and the user's ranges in ``/etc/subuid`` and ``/etc/subgid``.
 
-The maps of a namespace are written from outside, by ``newuidmap`` and ``newgidmap``: a small program
-enters a namespace, has a child that stayed outside write the maps, and becomes the command.
+A namespace's maps must be written from outside, by ``newuidmap`` and ``newgidmap``. A small program enters a namespace,
+lets a child that stayed outside write the maps, and then becomes the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.host.child import dies_with_parent
 def all_ids() -> tuple[str, ...]:
     """Returns the argv prefix that runs a command as uid 0 of a user namespace with the caller's subordinate ids.
 
-    Where there are none it is :func:`.apptainer.unshare`'s: uid 0 alone, or empty where there are no namespaces.
+    Without subordinate ids it is the prefix of :func:`.apptainer.unshare`: uid 0 alone, or empty without namespaces.
     """
     if os.geteuid() == 0 or not unshare() or not shutil.which("newuidmap") or not shutil.which("newgidmap"):
         return unshare()
@@ -38,9 +38,10 @@ def all_ids() -> tuple[str, ...]:
 
 @contextmanager
 def namespace() -> Iterator[tuple[str, ...]]:
-    """Makes a user namespace that lasts as long as the context, and yields the argv prefix that joins it as uid 0.
+    """Creates a user namespace for the duration of the context. Yields the argv prefix that joins it as uid 0.
 
-    Who has given up rights for good (``no_new_privs``) can join one with subordinate ids, not make one.
+    A process that has given up rights for good (``no_new_privs``) can join a namespace with subordinate ids, but cannot
+    create one.
     """
     words = all_ids()
     if not words:
@@ -57,7 +58,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
         assert holder.stdin
         assert holder.stdout
         if not holder.stdout.readline():
-            raise SiteError("a user namespace cannot be made; see: megaflow-hpc doctor")
+            raise SiteError("a user namespace cannot be created; see: megaflow-hpc doctor")
         try:
             yield ("nsenter", "--preserve-credentials", "-U", "-t", str(holder.pid), "--")
         finally:
@@ -65,7 +66,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
 
 
 def _range(path: str, option: str) -> str:
-    """``START:COUNT`` of the caller's largest range; empty if there is none."""
+    """Return ``START:COUNT`` of the caller's largest range. Empty without one."""
     name = pwd.getpwuid(os.getuid()).pw_name
     rows = []
     try:
@@ -74,7 +75,7 @@ def _range(path: str, option: str) -> str:
     except OSError:
         pass
     found = [(int(row[2]), int(row[1])) for row in rows if len(row) == 3 and row[0] in (name, str(os.getuid()))]
-    if not found and (program := shutil.which("getsubids")):  # they may come from a directory service
+    if not found and (program := shutil.which("getsubids")):  # a directory service may provide the ranges
         words = [program, *(["-g"] if option == "-g" else []), name]
         said = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False).stdout
         found = [(int(row[-1]), int(row[-2])) for line in said.splitlines() if len(row := line.split()) == 4]

@@ -1,9 +1,9 @@
-"""Tar archives of strangers, read from a stream: what is in them, and nothing that they can make the reader do.
+"""Read untrusted tar archives from a stream, so that their content cannot harm the reader.
 
-A sandbox's archive is whatever its agent wants it to be, and the reader runs in the process that holds every rollout of
-a rank. ``tarfile`` of the oldest Python that is supported loops for ever on a negative size, takes quadratic time over
-an extended header and expands a sparse file of any size in memory, so the few records that tar programs write are read
-here. Anything else is refused. Work and memory are linear in the bytes read.
+A sandbox's agent controls the archive, and the reader runs in the process that holds all rollouts of a rank. In the
+oldest supported Python, ``tarfile`` loops for ever on a negative size, takes quadratic time for an extended header and
+expands a sparse file of any size in memory. So this module reads the few record types that tar programs write, and
+refuses all others. Time and memory are linear in the bytes read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import BinaryIO, Literal
 Kind = Literal["file", "directory", "symlink", "hardlink", "fifo", "special"]
 
 BLOCK = 512
-LONGEST_EXTENSION = 1 << 20
-"""Bytes of an extended header, which holds a name or two."""
+MAX_EXTENDED_HEADER_BYTES = 1 << 20
+"""Maximum size in bytes of an extended header, which holds one or two names."""
 _CHUNK = 1 << 20
 _KINDS: dict[bytes, Kind] = {
     b"0": "file",
@@ -32,19 +32,19 @@ _KINDS: dict[bytes, Kind] = {
 
 
 class RefusedMember(ValueError):
-    """An archive is broken, or asks for what is not done; the message says what."""
+    """An archive is damaged or uses an unsupported feature. The message says which."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One entry, by its name as it stands in the archive. ``size`` in bytes, of files only."""
+    """One entry, with its name as written in the archive. ``size`` is in bytes, for files only."""
 
     name: bytes
     kind: Kind
     size: int
     mode: int
     target: bytes
-    """Of links."""
+    """Target of a link."""
     uid: int = 0
     gid: int = 0
     mtime: int = 0
@@ -52,10 +52,10 @@ class Member:
 
 
 class TarReader:
-    """Reads the members of an archive one after the other; :meth:`content` is that of the one read last.
+    """Reads the members of an archive in order. :meth:`content` reads the content of the last one.
 
     Args:
-        stream: gives the archive, uncompressed; is read to the archive's end and never sought.
+        stream: The uncompressed archive. It is read to the end and never sought.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -66,7 +66,8 @@ class TarReader:
         """Yields the members.
 
         Raises:
-            Refused: the archive is broken, ends before its end mark, or has a member of another kind (sparse files).
+            RefusedMember: The archive is damaged, ends before its end mark, or has an unsupported member (such as a
+                sparse file).
         """
         name = target = None
         size: int | None = None
@@ -111,7 +112,7 @@ class TarReader:
         if kind is None:
             raise RefusedMember(f"a member of type {letter!r}, such as a sparse file")
         name = _name(header) if name is None else name
-        if letter == b"\0" and name.endswith(b"/"):  # of the tars before 1988
+        if letter == b"\0" and name.endswith(b"/"):  # written by tar programs before 1988
             kind = "directory"
         target = header[157:257].partition(b"\0")[0] if target is None else target
         if b"\0" in name or b"\0" in target:
@@ -123,10 +124,10 @@ class TarReader:
         return Member(name, kind, self._left, mode, target, uid, gid, _said(header[136:148], extended.get(b"mtime")))
 
     def content(self) -> Iterator[bytes]:
-        """Yields what is left of the content of the file read last, in pieces.
+        """Yields the remaining content of the file read last, in pieces.
 
         Raises:
-            Refused: the archive ends in it.
+            RefusedMember: The archive ends within the content.
         """
         while self._left:
             piece = self._stream.read(min(self._left, _CHUNK))
@@ -136,13 +137,13 @@ class TarReader:
             yield piece
 
     def _extension(self, size: int) -> bytes:
-        if size > LONGEST_EXTENSION:
+        if size > MAX_EXTENDED_HEADER_BYTES:
             raise RefusedMember(f"an extended header of {size} bytes")
         return self._read(size + -size % BLOCK)[:size]
 
     def _read(self, size: int) -> bytes:
         data = b""
-        while len(data) < size:  # a decompressor may give less than it was asked for
+        while len(data) < size:  # a decompressor may return less than requested
             piece = self._stream.read(size - len(data))
             if not piece:
                 raise RefusedMember("the archive ends in the middle" if data else "the archive has no end")
@@ -151,14 +152,14 @@ class TarReader:
 
 
 def _checked(header: bytes) -> int:
-    """The size that a header declares, after its checksum was compared."""
+    """Return the size in a header, after checking the checksum."""
     if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
         raise RefusedMember("not a tar archive, or a damaged one")
     return _number(header[124:136])
 
 
 def _number(field: bytes) -> int:
-    if field[0] & 0x80:  # GNU's binary form, for what has no room in octal digits
+    if field[0] & 0x80:  # GNU's binary form, for values too large for octal digits
         if field[0] != 0x80 or any(field[1:-7]):
             raise RefusedMember("a number that is negative or beyond reason")
         return int.from_bytes(field[-7:], "big")
@@ -169,7 +170,7 @@ def _number(field: bytes) -> int:
 
 
 def _said(field: bytes, extended: bytes | None) -> int:
-    """A number that nothing depends on; 0 where it is none."""
+    """Return a number that nothing depends on. 0 if it is invalid."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
     except RefusedMember:
@@ -189,7 +190,7 @@ def _name(header: bytes) -> bytes:
 
 
 def _records(data: bytes) -> dict[bytes, bytes]:
-    """The keywords of a POSIX extended header: records of ``LENGTH KEYWORD=VALUE`` and a line end."""
+    """Return the keywords of a POSIX extended header: records of ``LENGTH KEYWORD=VALUE`` and a newline."""
     found: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:

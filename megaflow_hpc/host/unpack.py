@@ -1,12 +1,12 @@
-"""Unpacks what strangers have packed: below one directory, within a budget, through no link.
+"""Unpack untrusted archives into one directory, within a budget, without following links.
 
-Every file is made by its bare name in a directory that was opened for it, and every such directory was reached from the
-root step by step without following a link; what stands in the way (a link of an earlier archive, for one) is replaced.
-Nothing that the archive says is ever resolved as a path.
+Every file is created by its bare name in a directory that is already open. Every such directory was opened step by step
+from the root without following links. An obstacle, such as a link from an earlier archive, is replaced. No text from
+the archive is ever resolved as a path.
 
-A link is made, after all else, if its target is relative and ``..`` stands only at its beginning, no more often than
-the link lies deep. So it can be said of each link by itself that it stays inside, whatever the tree holds now or later:
-the ``..`` lead through real directories, and every name after them leads down, or to a link of which the same holds.
+Links are created last. A link is created only if its target is relative, has ``..`` only at its beginning, and no more
+often than the link is deep. Each link then stays inside by itself, whatever the tree contains now or later. The ``..``
+lead through real directories, and every later name leads down, or to a link with the same property.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import BinaryIO, Self, cast
 
 from megaflow_hpc.host.tar import Kind, Member, RefusedMember, TarReader
 
-DEEPEST = 200
-"""Directories in one another; what walks the tree later may recurse, and its paths have an end."""
-LONGEST_PATH = 2000
-"""Bytes of a name with its directories."""
+MAX_DEPTH = 200
+"""Maximum depth of directories, because later walks of the tree may recurse and paths are limited in length."""
+MAX_PATH_BYTES = 2000
+"""Maximum length in bytes of a name with its directories."""
 _CHUNK = 1 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -33,13 +33,13 @@ Parts = tuple[bytes, ...]
 
 @dataclass
 class Budget:
-    """What may still be written: bytes of content, and files, directories and links."""
+    """The remaining amount that may be written: bytes of content, and number of files, directories and links."""
 
     bytes: int
     entries: int
 
     def spend(self, size: int, entries: int = 0) -> None:
-        """Takes off; raises :class:`RefusedMember` if there is not as much."""
+        """Deducts an amount. Raises :class:`RefusedMember` if less is left."""
         if size > self.bytes or entries > self.entries:
             raise RefusedMember("more bytes than are allowed" if size > self.bytes else "more files than are allowed")
         self.bytes -= size
@@ -52,18 +52,18 @@ def unpack_tar(
     budget: Budget,
     keep: Callable[[Parts, Kind], bool] = lambda parts, kind: True,
 ) -> None:
-    """Writes the files, directories and links of a tar archive below ``target``, which is made.
+    """Writes the files, directories and links of a tar archive below ``target``, which is created.
 
-    Devices, FIFOs and links that may lead out are left out; modes lose setuid, setgid and sticky; a hard link becomes a
-    copy. What is there already stays, unless the archive has the same name.
+    Devices, FIFOs and links that may lead out are skipped. Modes lose setuid, setgid and sticky bits. A hard link
+    becomes a copy. Existing files stay, unless the archive contains the same name.
 
     Args:
-        stream: the archive; see :class:`.tar.TarReader`.
-        keep: is asked for each name, in parts, and its kind, whether to write it.
+        stream: The archive; see :class:`.tar.TarReader`.
+        keep: Called with each name, in parts, and its kind. Returns whether to write it.
 
     Raises:
-        Refused: the archive is broken, names what lies outside of ``target``, or is larger than ``budget``.
-        OSError: something cannot be written.
+        RefusedMember: The archive is damaged, names a path outside of ``target``, or exceeds ``budget``.
+        OSError: A file cannot be written.
     """
     reader = TarReader(stream)
     with TreeWriter(target, budget) as tree:
@@ -87,23 +87,23 @@ def _write(tree: TreeWriter, parts: Parts, member: Member, reader: TarReader) ->
 
 
 def plain(name: bytes) -> Parts:
-    """Returns the parts of a name in an archive, ``.`` and slashes around it left out.
+    """Splits a name in an archive into parts, without ``.`` and surrounding slashes.
 
     Raises:
-        Refused: it leads out by ``..``, is nested too deep, or too long.
+        RefusedMember: The name leads out with ``..``, is nested too deep, or is too long.
     """
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
     if b".." in parts:
         raise RefusedMember(f"{name[:200]!r} leaves the directory")
-    if len(parts) > DEEPEST or len(name) > LONGEST_PATH:
+    if len(parts) > MAX_DEPTH or len(name) > MAX_PATH_BYTES:
         raise RefusedMember(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
     return parts
 
 
 class TreeWriter:
-    """Writes below one directory, whose path is the caller's and may be a link; see the module.
+    """Writes below one directory. The directory's own path is trusted and may be a link; see the module.
 
-    Methods raise :class:`RefusedMember` when the budget is spent or a directory stands where a file should be, and
+    Methods raise :class:`RefusedMember` if the budget is spent or a directory is in the place of a file, and
     :class:`OSError`.
     """
 
@@ -111,16 +111,16 @@ class TreeWriter:
         Path(root).mkdir(parents=True, exist_ok=True)
         self.budget = budget
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._here, self._at = os.dup(self._root), cast(Parts, ())  # most files are neighbours of the last
+        self._here, self._at = os.dup(self._root), cast(Parts, ())  # most files share the directory of the previous one
         self._files: set[Parts] = set()
         self._links: dict[Parts, bytes] = {}
-        """Target by name; empty where nothing is made: of what is left out."""
+        """Target by name. Empty for skipped links."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Makes the links, unless something went wrong, and lets go."""
+        """Creates the links, unless an error occurred, and closes the descriptors."""
         try:
             if kind is None:
                 for parts, target in self._links.items():
@@ -131,11 +131,11 @@ class TreeWriter:
             os.close(self._root)
 
     def directory(self, parts: Parts) -> None:
-        """Makes a directory, unless it is there."""
+        """Creates a directory if it does not exist."""
         self._open(parts)
 
     def file(self, parts: Parts, content: Iterable[bytes], mode: int | None = None) -> None:
-        """Writes a new file; ``mode`` ``None``: what the umask leaves."""
+        """Writes a new file. With ``mode`` ``None`` the umask decides."""
         self.budget.spend(0, 1)
         self._links.pop(parts, None)
         descriptor = self._create(self._open(parts[:-1]), parts[-1], 0o666 if mode is None else 0o600)
@@ -152,7 +152,7 @@ class TreeWriter:
         self._files.add(parts)
 
     def copy(self, parts: Parts, source: Parts, mode: int) -> None:
-        """Writes a file with the content of one that was written before; of a link, the same link."""
+        """Copies a file that was written before. If it is a link, creates the same link."""
         if source in self._links and source != parts:
             self.link(parts, self._links[source])
         elif source in self._files and source != parts:
@@ -163,7 +163,7 @@ class TreeWriter:
             raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
 
     def link(self, parts: Parts, target: bytes) -> None:
-        """Has a symbolic link made at the end; one that may lead out is left out."""
+        """Schedules a symbolic link for creation at the end. A link that may lead out is skipped."""
         self.budget.spend(0, 1)
         self._files.discard(parts)
         self._links[parts] = target if stays_inside(target, len(parts) - 1) else b""
@@ -190,7 +190,7 @@ class TreeWriter:
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:
-        """The directory at ``parts``, made with its parents; stays open until another is."""
+        """Return the directory at ``parts``, created with its parents. It stays open until another is requested."""
         if parts == self._at:
             return self._here
         begin = len(self._at) if parts[: len(self._at)] == self._at else 0
@@ -212,7 +212,7 @@ class TreeWriter:
             return os.open(name, _DIRECTORY, dir_fd=here)
         except FileNotFoundError:
             pass
-        except NotADirectoryError:  # a file or, with O_NOFOLLOW, a link
+        except NotADirectoryError:  # a file or, because of O_NOFOLLOW, a link
             os.unlink(name, dir_fd=here)
         self.budget.spend(0, 1)
         os.mkdir(name, 0o777, dir_fd=here)
@@ -220,7 +220,7 @@ class TreeWriter:
 
 
 def stays_inside(target: bytes, depth: int) -> bool:
-    """Whether a link that lies ``depth`` directories deep leads nowhere outside, whatever else is there."""
+    """Returns whether a link in a directory of this depth cannot lead outside, whatever the tree contains."""
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     up = next((number for number, part in enumerate(parts) if part != b".."), len(parts))
     return bool(target) and not target.startswith(b"/") and up <= depth and b".." not in parts[up:]

@@ -1,8 +1,8 @@
 """Messages between processes: msgpack maps, framed on sockets by a length of four bytes, little-endian.
 
-A frame holds a *parcel*: one packed message or several, one behind another. A process between two ends passes parcels
-on unopened, and what gathers while it is busy goes out as one. Text may hold lone surrogates, as undecodable output of
-a sandbox does; they pass through unchanged.
+A frame holds a *parcel*, which is one or more packed messages in a row. A process in the middle forwards parcels
+without unpacking them. Messages that gather while it is busy leave as one parcel. Text may contain lone surrogates,
+from undecodable output of a sandbox. They pass through unchanged.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import msgpack
 
 _HEADER = struct.Struct("<I")
 MAX_MESSAGE = 512 * 1024 * 1024
-"""Bytes; a longer frame is a broken peer, not a message."""
+"""Maximum size in bytes. A longer frame means that the peer is broken."""
 
 Message = dict[str, Any]
 
 
 def pack(message: Any, strict: bool = False) -> bytes:
-    """Packs one message, or a part of one.
+    """Packs one message or a part of a message.
 
     Args:
-        strict: refuses values that msgpack does not know; else ``str`` of them is sent.
+        strict: Refuse values that msgpack does not know. Otherwise their ``str`` is sent.
 
     Raises:
-        TypeError: a value msgpack does not know, where ``strict``.
-        ValueError, OverflowError: an integer or a length beyond 64 bits.
+        TypeError: ``strict`` is set and msgpack does not know a value.
+        ValueError, OverflowError: An integer or a length exceeds 64 bits.
     """
     return msgpack.packb(message, unicode_errors="surrogatepass", default=None if strict else str)
 
 
 def packer() -> Callable[[Any], bytes]:
-    """Returns a :func:`pack` for one thread that packs many small messages: half of its time is saved."""
+    """Returns a :func:`pack` for one thread that packs many small messages. It takes half the time."""
     return msgpack.Packer(unicode_errors="surrogatepass", default=str).pack
 
 
@@ -45,21 +45,21 @@ def unpack(data: bytes | bytearray | memoryview) -> Message:
     """Unpacks one message.
 
     Raises:
-        ValueError: ``data`` is not exactly one.
+        ValueError: ``data`` is not exactly one message.
     """
     try:
         return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
-    except (TypeError, ValueError) as error:  # TypeError: a map as the key of a map
-        raise ValueError(f"{type(error).__name__}: {error}") from None  # msgpack's own carry what they read
+    except (TypeError, ValueError) as error:  # TypeError: a map is used as the key of a map
+        raise ValueError(f"{type(error).__name__}: {error}") from None  # msgpack's own errors contain the data
 
 
 def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
     """Yields the messages of a parcel, in order.
 
     Raises:
-        ValueError: something in it is no message.
+        ValueError: A part is not a message.
     """
-    # The buffer's size bounds what a length in the parcel makes the unpacker ask for, too.
+    # The buffer's size also bounds how much memory a length in the parcel can make the unpacker allocate.
     unpacker = msgpack.Unpacker(
         unicode_errors="surrogatepass", strict_map_key=False, max_buffer_size=max(len(parcel), 1), read_size=1
     )
@@ -67,19 +67,19 @@ def unpack_all(parcel: bytes | bytearray | memoryview) -> Iterator[Message]:
     try:
         for message in unpacker:
             if not isinstance(message, dict):
-                raise ValueError(f"a {type(message).__name__} for a message")
+                raise ValueError(f"expected a message, found {type(message).__name__}")
             yield message
-    except TypeError as error:  # a map as the key of a map
+    except TypeError as error:  # a map is used as the key of a map
         raise ValueError(str(error)) from None
 
 
 def frame(parcel: bytes) -> bytes:
-    """Puts the length before a parcel."""
+    """Prepends the length to a parcel."""
     return _HEADER.pack(len(parcel)) + parcel
 
 
 async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
-    """Reads the next frame; ``None`` when the peer has closed, or sends what is no frame."""
+    """Reads the next frame. ``None`` if the peer has closed or sends an invalid frame."""
     try:
         (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         return await reader.readexactly(length) if length <= MAX_MESSAGE else None
@@ -88,31 +88,31 @@ async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
 
 
 class WireLink:
-    """Framed parcels over a connected socket, for code without an event loop. Reading never blocks."""
+    """Sends and receives framed parcels over a connected socket without an event loop. Reading never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._buffer = bytearray()
         self._messages: list[Message] = []
-        """Opened and not yet received, the next one last."""
+        """Unpacked messages that were not received yet. The next one is last."""
 
     def fileno(self) -> int:
-        """Returns the socket's file descriptor, by which ``select`` can wait for a link."""
+        """Returns the socket's file descriptor, so that ``select`` can wait for the link."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends a parcel of one message. Raises OSError when the peer is gone."""
+        """Sends a parcel with one message. Raises OSError if the peer has closed."""
         self.send_parcel(pack(message))
 
     def send_parcel(self, parcel: bytes) -> None:
-        """Sends a parcel; blocks until it has left. Raises OSError when the peer is gone."""
+        """Sends a parcel and blocks until it is sent. Raises OSError if the peer has closed."""
         self._socket.sendall(frame(parcel))
 
     def receive(self) -> Message | None:
-        """Returns the next message, or ``None`` if there is none yet.
+        """Returns the next message, or ``None`` if no message has arrived.
 
         Raises:
-            EOFError: the peer closed, or is broken: what it sends is no message.
+            EOFError: The peer closed, or sent an invalid message.
         """
         if not self._messages:
             parcel = self.receive_parcel(0)
@@ -120,14 +120,14 @@ class WireLink:
                 try:
                     self._messages = list(unpack_all(parcel))[::-1]
                 except ValueError as error:
-                    raise EOFError(f"what arrived is no message ({error})") from None
+                    raise EOFError(f"the peer sent an invalid message ({error})") from None
         return self._messages.pop() if self._messages else None
 
     def receive_parcel(self, enough: int = 1 << 20) -> bytes | None:
-        """Returns what has arrived whole, as one parcel of about ``enough`` bytes at most, or ``None``.
+        """Returns the complete frames that have arrived as one parcel of about ``enough`` bytes at most, or ``None``.
 
         Raises:
-            EOFError: the peer closed.
+            EOFError: The peer closed.
         """
         parcels: list[bytes] = []
         size = 0
@@ -147,7 +147,7 @@ class WireLink:
                 data = b""
             if not data:
                 if parcels:
-                    break  # the next look finds the end again
+                    break  # the next call finds the end again
                 raise EOFError("peer closed")
             self._buffer += data
         return b"".join(parcels) if parcels else None

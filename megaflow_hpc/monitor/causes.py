@@ -11,7 +11,7 @@ from pathlib import Path
 from megaflow_hpc.rundir.events import EventReader, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
-from megaflow_hpc.rundir.pods.running import Place
+from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED, without_round
 
 
@@ -29,7 +29,7 @@ class Cause:
     """Empty where it cannot be told, or is gone."""
 
 
-def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, Place]) -> list[Cause]:
+def causes(run: RunDir, rollouts: Iterable[RolloutEvent], places: Mapping[str, AttemptPlace]) -> list[Cause]:
     """Returns the causes of failures, the most frequent first.
 
     Args:

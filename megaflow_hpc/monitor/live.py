@@ -15,7 +15,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, LiveStatus, PodLiveStatus, Transcript
-from megaflow_hpc.rundir.pods.running import Place
+from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
@@ -31,7 +31,7 @@ class RolloutRow:
     id: str
     state: str
     """``running``, ``silent`` where its pod is, or the status with which it is stored."""
-    place: Place | None
+    place: AttemptPlace | None
     """Where its last attempt runs, or ran; ``None`` where no event tells."""
     seconds: float
     """Since the attempt began; of a stored one what it took."""
@@ -65,9 +65,9 @@ class Rollouts(Sequence[RolloutRow]):
 
     def __init__(
         self,
-        running: Sequence[Place],
+        running: Sequence[AttemptPlace],
         stored: Sequence[RolloutEvent],
-        last: Mapping[str, Place],
+        last: Mapping[str, AttemptPlace],
         live: Mapping[str, LiveStatus],
         silent: Collection[str],
         now: float,

@@ -1,13 +1,13 @@
-"""Limits on what a whole campaign uses: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
+"""Enforce a campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
 
-Every pod reports the core-seconds of its allocation in its lease, every engine server its GPU-seconds in a file of its
-own, and one pod sums up all reports for all. So a limit is exceeded by no more than what is used between two looks,
-without messages between jobs and without asking Slurm.
+Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a file
+of its own. One pod sums up all reports for the others. A limit is exceeded by no more than the use between two polls,
+without messages between jobs and without queries to Slurm.
 
 ::
 
     RUN/ledger/gpus/<server>.json    GPU-seconds of all starts of one engine server
-    RUN/ledger/limits.json           limits that stand in the place of the campaign file's (``resume --limit``)
+    RUN/ledger/limits.json           limits that replace those of the campaign file (``resume --limit``)
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
-LOOK_S = 30.0
+REPORT_INTERVAL_S = 30.0
 """Seconds between two reports of GPU time."""
 MAX_S = 1e15
-"""Largest sensible sum of core-seconds: a billion cores for ten days."""
+"""Upper bound of a plausible sum of core-seconds: a billion cores for ten days."""
 Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
 TAIL = 1 << 16
-"""Bytes at the end of an event file within which the last progress is looked for."""
+"""Bytes at the end of an event file that are searched for the last progress event."""
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def cores_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the CPUs of the whole allocation, which is what accounting charges for."""
+    """Returns the CPUs of the whole allocation, which accounting charges for."""
     said = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
     if not said:
         return len(os.sched_getaffinity(0))
@@ -50,7 +50,7 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class RaisedLimits(msgspec.Struct, omit_defaults=True):
-    """Limits in hours that replace those of the campaign file; ``None`` for no limit."""
+    """Limits in hours that replace those of the campaign file. ``None`` means no limit."""
 
     core_hours: Hours | UnsetType | None = UNSET
     gpu_hours: Hours | UnsetType | None = UNSET
@@ -58,17 +58,17 @@ class RaisedLimits(msgspec.Struct, omit_defaults=True):
 
 
 class GpuTime(msgspec.Struct):
-    """The report of one engine server, over all its starts."""
+    """GPU time of one engine server, summed over all its starts."""
 
     gpus: int = 0
     gpu_s: Annotated[float, Meta(ge=0, le=MAX_S)] = 0.0
 
 
 class CampaignBudget:
-    """The limits of one campaign and what all its jobs have used.
+    """The limits of one campaign, and the total use of all its jobs.
 
     Args:
-        limits: The section ``limits`` of the campaign file; a missing value is no limit.
+        limits: The section ``limits`` of the campaign file. A missing value means no limit.
     """
 
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
@@ -78,14 +78,14 @@ class CampaignBudget:
         self._held: dict[Path, float] = {}
 
     def limits(self) -> dict[str, float | None]:
-        """Returns the limits that hold now, in hours; ``None`` for no limit."""
+        """Returns the current limits in hours. ``None`` means no limit."""
         with suppress(FileNotFoundError, ValueError):
             raised = read_json(self._run.raised_limits, RaisedLimits)
             self._raised = msgspec.to_builtins(raised)
         return {**self._planned, **self._raised}
 
     def raise_to(self, limits: Mapping[str, float | None]) -> None:
-        """Changes limits of an existing run; running pods see them at their next look.
+        """Changes limits of an existing run. Running pods notice them at their next poll.
 
         Raises:
             ConfigError: There is no such limit, or its value is not above 0.
@@ -97,10 +97,10 @@ class CampaignBudget:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
     def exceeded(self, leases: Mapping[str, Mapping[str, Any]]) -> str:
-        """Returns a sentence on the limit that is exceeded; empty if none is.
+        """Returns a sentence about an exceeded limit. Empty if no limit is exceeded.
 
         Args:
-            leases: What every start of a pod has said in its lease: ``core_s`` and, in seconds UTC, ``began_at``.
+            leases: The lease content of every start of a pod: ``core_s`` and, in seconds UTC, ``began_at``.
         """
         limits = self.limits()
         core_h, gpu_h, wall = (limits[name] for name in LIMITS)
@@ -118,7 +118,8 @@ class CampaignBudget:
         return ""
 
     def _said(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
-        """What a lease says, or, of a pod of an earlier version and of a lease that says nonsense, its events."""
+        """Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the events.
+        Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the events."""
         if (said := measured(lease.get(what))) is not None:
             return said
         if pod not in self._earlier:
@@ -132,7 +133,7 @@ class CampaignBudget:
 
 
 def _of_events(file: Path) -> dict[str, float]:
-    """Returns the first time and the last progress of an event file; a pod that has not written yet begins now."""
+    """Return the first time and the last progress of an event file. Without events the pod counts as started now."""
     said = {"began_at": time.time(), "core_s": 0.0}
     with suppress(OSError), open_regular(file) as lines:
         first = decode(lines.readline())
@@ -146,10 +147,10 @@ def _of_events(file: Path) -> dict[str, float]:
 
 
 class Meter:
-    """Reports the GPU time of one engine server, over all its starts.
+    """Reports the GPU time of one engine server, summed over all its starts.
 
     Args:
-        gpus: Number of GPUs that it holds.
+        gpus: Number of GPUs of the server.
     """
 
     def __init__(self, run: RunDir, server: str, gpus: int) -> None:
@@ -158,10 +159,10 @@ class Meter:
         self._next = 0.0
 
     def tick(self, now: bool = False) -> None:
-        """Reports when that is due, or ``now``; a start that is killed loses the time since its last report.
+        """Reports if a report is due, or always with ``now``. A killed start loses the time since its last report.
 
         Raises:
-            OSError: the run directory cannot be written.
+            OSError: The run directory cannot be written.
         """
         if not self._gpus or (not now and time.monotonic() < self._next):
             return
@@ -171,18 +172,18 @@ class Meter:
         held_s = time.monotonic() - self._began
         used = GpuTime(self._gpus, round(self._before + held_s * self._gpus, 1))
         write_record(self._file, used)
-        self._next = time.monotonic() + LOOK_S
+        self._next = time.monotonic() + REPORT_INTERVAL_S
 
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the GPUs of an engine server: what Slurm gave its element, else the ``planned`` number."""
+    """Returns the GPUs of an engine server: those that Slurm allocated to its element, else the ``planned`` number."""
     given = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     return int(given) * int(nodes) if given.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:
-    """Returns the GPU-seconds that a server has reported; 0 without a report."""
+    """Returns the GPU-seconds that a server has reported. 0 without a report."""
     try:
         return read_json(file, GpuTime).gpu_s
     except (FileNotFoundError, ValueError):
@@ -190,5 +191,5 @@ def held_before(file: Path) -> float:
 
 
 def measured(value: object) -> float | None:
-    """Returns a time or a number of hours or seconds that a file tells; ``None`` for what cannot be one."""
+    """Returns a time or an amount from a file. ``None`` if the value is implausible."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None

@@ -1,17 +1,18 @@
-"""``RUN/endpoints``: what engine servers publish of themselves, and the keys by which others ask them.
+"""``RUN/endpoints``: files that engine servers publish, and the keys for requests to them.
 
 ::
 
-    <policy>.<n>.json           :class:`Endpoint`: serves now; replaced with every heartbeat
-    <policy>.<n>.loading        :class:`LoadingServer`: away for a moment to load weights; other servers wait for it
-    <policy>.<n>.starting       :class:`FailedServer`: its latest start failed, and another follows
-    <policy>.<n>.failed.json    :class:`FailedServer`: gave up
-    .<policy>.<n>.admin         :class:`AdminKey`: opens the paths that change the engine
-    .pool.<policy>.key          :class:`PoolMembership`: the engine pool that is this policy's model
-    .listing                    :class:`EndpointListing`: all of them as one pod found them, so that not each lists them
+    <policy>.<n>.json           :class:`Endpoint`: the server is serving; replaced with every heartbeat
+    <policy>.<n>.loading        :class:`LoadingServer`: briefly away to load weights; other servers wait for it
+    <policy>.<n>.starting       :class:`FailedServer`: the latest start failed, and another follows
+    <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
+    .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
+    .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
+    .listing                    :class:`EndpointListing`: all of them, listed by one pod for the others
 
-Every file is replaced by rename, with mode 0600. A later start of the same array element may have published its own,
-so a start withdraws only what carries its ``start``. Readers skip a file that is just being withdrawn or is damaged.
+Every file is replaced by rename, with mode 0600. A later start of the same array element may already have published its
+own files, so a start withdraws only files that carry its ``start``. Readers skip a file that is being withdrawn or is
+damaged.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".s
 
 
 class RefusedWeights(msgspec.Struct):
-    """A version of the weights that a server could not load."""
+    """A weight version that a server could not load."""
 
     version: int
     cause: str = ""
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
-    """An engine server that answers."""
+    """An engine server that is serving."""
 
     server: str
     """``<policy>.<n>``."""
     policy: str
     url: str
     key: str = ""
-    """Bearer token; not in what an engine pool shows to others."""
+    """Bearer token. It is left out of what an engine pool publishes."""
     model_name: str = ""
     protocol: str = "plain"
-    """What the gateway may ask of the engine: ``text``, ``plain`` or ``split``."""
+    """Requests that the engine supports for the gateway: ``text``, ``plain`` or ``split``."""
     template: str = ""
-    """How the served chat template changes earlier messages; empty if unknown."""
+    """How the served chat template changes earlier messages. Empty if unknown."""
     weight: float = 1.0
     """Share of the policy's requests, relative to its other servers."""
     tls_fingerprint: str = ""
-    """SHA-256 of the certificate; empty without TLS."""
+    """SHA-256 of the certificate. Empty without TLS."""
     node: str = ""
     job_id: str = ""
     start: str = ""
@@ -62,11 +63,11 @@ class Endpoint(msgspec.Struct, kw_only=True):
     weight_version: int = 0
     refused: RefusedWeights | None = None
     in_flight: int = 0
-    """Requests at the server."""
+    """Number of requests at the server."""
     waiting: int = 0
-    """Requests in the engine's queue."""
+    """Number of requests in the engine's queue."""
     wait_s: float = 0.0
-    """Seconds until the last of them starts, at the pace of the past half minute."""
+    """Estimated seconds until the last queued request starts, at the rate of the past half minute."""
 
 
 class FailedServer(msgspec.Struct, kw_only=True):
@@ -76,16 +77,16 @@ class FailedServer(msgspec.Struct, kw_only=True):
     policy: str
     cause: str
     lasting: bool = False
-    """Whether another start would fail in the same way."""
+    """True if another start would fail in the same way."""
     job_id: str = ""
     log: str = ""
-    """Its engine's output; empty if there is none."""
+    """Path of the engine's output. Empty without one."""
     at: float = 0.0
     """Seconds UTC."""
 
 
 class LoadingServer(msgspec.Struct, kw_only=True):
-    """An engine server that is away to load weights."""
+    """An engine server that is loading weights and does not serve."""
 
     server: str = ""
     policy: str
@@ -94,40 +95,40 @@ class LoadingServer(msgspec.Struct, kw_only=True):
 
 
 class AdminKey(msgspec.Struct):
-    """The key that opens the paths which change an engine, and the start of the server that has it."""
+    """The key for the URL paths that change an engine, and the server start to which it belongs."""
 
     start: str
     key: str
 
 
 class PoolMembership(msgspec.Struct, kw_only=True):
-    """A policy whose model is an engine pool."""
+    """Access of a campaign's policy to an engine pool that serves its model."""
 
     pool: str
     """The pool's run directory."""
     policy: str
     theirs: str
-    """The pool's policy."""
+    """Name of the pool's policy."""
     key: str
 
 
 class EndpointListing(msgspec.Struct, kw_only=True):
-    """The engines as one pod listed them for all."""
+    """All engines as listed by one pod for the others."""
 
     generation: str
-    """Differs where anything differs that a pod has to hear of."""
+    """Changes whenever pods need to see a difference."""
     found: dict[str, Any]
-    """File name → decoded endpoint file; of a pool's server, as its member asks it."""
+    """File name → decoded endpoint file. A pool's server has the URL and key that this member uses."""
 
 
 class EndpointFiles:
-    """The files of one run."""
+    """Reads and writes the endpoint files of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.endpoints
 
     def serving(self, policy: str | None = None) -> list[Endpoint]:
-        """Returns the servers that answer now, of one policy or of all, in order of their files' names."""
+        """Returns the servers that are serving, of one policy or of all, ordered by file name."""
         paths = sorted(path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED))
         found = [endpoint for path in paths if (endpoint := try_read_json(path, Endpoint)) is not None]
         return [endpoint for endpoint in found if endpoint.url and policy in (None, endpoint.policy)]
@@ -138,12 +139,12 @@ class EndpointFiles:
         return [server for path in paths if (server := try_read_json(path, FailedServer)) is not None]
 
     def starting(self) -> list[FailedServer]:
-        """Returns the servers whose latest start failed, and that go on trying."""
+        """Returns the servers whose latest start failed and that keep trying."""
         paths = sorted(self._folder.glob(f"*{STARTING}"))
         return [server for path in paths if (server := try_read_json(path, FailedServer)) is not None]
 
     def loading(self, policy: str) -> list[LoadingServer]:
-        """Returns a policy's servers that are away to load weights."""
+        """Returns a policy's servers that are loading weights."""
         found = []
         for path in sorted(self._folder.glob(f"*{LOADING}")):
             server = try_read_json(path, LoadingServer)
@@ -153,7 +154,7 @@ class EndpointFiles:
         return found
 
     def memberships(self) -> list[PoolMembership]:
-        """Returns the engine pools that are models of this campaign.
+        """Returns the engine pools that serve models of this campaign.
 
         Raises:
             OSError, ValueError: A key cannot be read.
@@ -162,7 +163,7 @@ class EndpointFiles:
         return [read_json(path, PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
-        """Publishes a heartbeat of a server, which thereby is neither loading nor starting any more."""
+        """Publishes a heartbeat of a server. The server then no longer counts as loading or starting."""
         self._write(self._file(endpoint.server), endpoint)
         self._loading_file(endpoint.server).unlink(missing_ok=True)
         if endpoint.heartbeat <= 1:
@@ -174,36 +175,36 @@ class EndpointFiles:
         self.withdraw_starting(server.server)
 
     def publish_starting(self, server: FailedServer) -> None:
-        """Publishes why a server's latest start failed."""
+        """Publishes the reason why a server's latest start failed."""
         self._write(self._folder / f"{server.server}{STARTING}", server)
 
     def withdraw_starting(self, server: str) -> None:
-        """Withdraws why a start failed: it serves, or gave up, or leaves."""
+        """Withdraws the reason of a failed start, since the server now serves, gave up or leaves."""
         (self._folder / f"{server}{STARTING}").unlink(missing_ok=True)
 
     def publish_loading(self, server: LoadingServer) -> None:
-        """Publishes that a server is away to load weights."""
+        """Publishes that a server is loading weights."""
         self._write(self._loading_file(server.server), server)
 
     def publish_admin_key(self, server: str, key: AdminKey) -> None:
-        """Publishes the key of a new start, and takes back that an earlier one had failed."""
+        """Publishes the key of a new start, and withdraws the failure of an earlier one."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
         self._write(self._admin_file(server), key)
 
     def publish_membership(self, membership: PoolMembership) -> None:
-        """Publishes that an engine pool is a policy's model, with the key to it."""
+        """Publishes the key to the engine pool that serves a policy's model."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
     def publish_listing(self, listing: EndpointListing) -> None:
-        """Publishes what one pod found, for all."""
+        """Publishes one pod's listing for the other pods."""
         self._write(self._folder / LISTING, listing)
 
     def listing(self) -> EndpointListing | None:
-        """Returns what a pod found for all; ``None`` where none has."""
+        """Returns the listing that a pod published. ``None`` if it does not exist."""
         return try_read_json(self._folder / LISTING, EndpointListing)
 
     def withdraw(self, server: str, start: str) -> bool:
-        """Withdraws what this start of a server published; False where a later start has published its own."""
+        """Withdraws the files of this start of a server. Returns False if a later start has published its own."""
         endpoint = try_read_json(self._file(server), Endpoint)
         if endpoint is None or endpoint.start != start:
             return False
@@ -212,13 +213,13 @@ class EndpointFiles:
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
-        """Withdraws that this start of a server is loading; what a later start published stays."""
+        """Withdraws the loading state of this start of a server. A later start's file stays."""
         loading = try_read_json(self._loading_file(server), LoadingServer)
         if loading is not None and loading.start == start:
             self._loading_file(server).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Withdraws every endpoint: of servers that were killed and could not."""
+        """Withdraws every endpoint, for servers that were killed and could not withdraw them."""
         for endpoint in self.serving():
             self._file(endpoint.server).unlink(missing_ok=True)
         for server in self.starting():

@@ -1,15 +1,17 @@
-"""An engine pool: model servers of one campaign that other campaigns, of other users too, name as their model.
+"""An engine pool: the model servers of one campaign, shared with other campaigns, possibly of other users.
 
 ::
 
-    POOL/pool/about.json             policies and how many servers each has
-    POOL/pool/servers/<server>.json  an endpoint file without a key
-    POOL/pool/cancelled              the pool was cancelled: nobody waits for its servers
-    POOL/pool/members/<digest>       holds its own name: SHA-256 of a campaign's key; who owns the file is the user
+    POOL/pool/about.json             policies, and the number of servers of each
+    POOL/pool/servers/<server>.json  an endpoint file without its key
+    POOL/pool/cancelled              the pool was cancelled, so clients should not wait for its servers
+    POOL/pool/members/<digest>       contains its own name, the SHA-256 of a campaign's key; the file's owner is the
+    user
 
-A campaign makes a key of its own, keeps it in a file that only its user can read, and enrols its digest: nobody sends
-a key to anybody, and who a digest belongs to is what the file system says of its owner. Taking the file away ends the
-membership. With ``share: group`` the directories are open to the pool owner's group, members' with the sticky bit.
+A campaign creates its own key, stores it in a file that only its user can read, and enrols the key's digest. No key is
+sent to another user, and the file system tells to which user a digest belongs. Removing the file ends the membership.
+With ``share: group`` the directories are open to the group of the pool's owner. The members' directory then has the
+sticky bit.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class AboutPool(msgspec.Struct):
 
 
 class EnginePool:
-    """The part of a pool's run directory that others see."""
+    """The part of a pool's run directory that other users can see."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.path = Path(run) / "pool"
@@ -53,14 +55,14 @@ class EnginePool:
         self._cancelled = self.path / "cancelled"
 
     def create(self, policies: Mapping[str, int], share: str) -> None:
-        """Makes the directories.
+        """Creates the directories.
 
         Args:
             policies: Number of servers of each policy.
             share: ``user`` or ``group``: who may use the pool.
         """
         group = share == "group"
-        # The bit of the group: what is written here is of the group that the run directory has, not of its writer's.
+        # The setgid bit gives new files the group of the run directory instead of the writer's group.
         if group:
             self.path.parent.chmod(self.path.parent.stat().st_mode & 0o7777 | 0o2710)
         for folder, mode in ((self.path, 0o2750), (self.servers, 0o2750), (self.members, 0o3770)):
@@ -69,26 +71,26 @@ class EnginePool:
         write_record(self.path / "about.json", AboutPool(dict(policies), share), 0o640)
 
     def close(self) -> None:
-        """Notes that the pool was cancelled."""
+        """Marks the pool as cancelled."""
         write_atomic(self._cancelled, "", 0o640)
 
     def reopen(self) -> None:
-        """Notes that the pool goes on."""
+        """Removes the mark that the pool was cancelled."""
         self._cancelled.unlink(missing_ok=True)
 
     @property
     def closed(self) -> str:
-        """Why nobody should wait for the pool's servers; empty while it is open."""
+        """The reason not to wait for the pool's servers. Empty while the pool is open."""
         run = self.path.parent
         if not self._cancelled.exists():
             return ""
-        return f"the engine pool {run} was cancelled; its owner goes on with it by: megaflow-hpc resume {run}"
+        return f"the engine pool {run} was cancelled; its owner can continue it with: megaflow-hpc resume {run}"
 
     def policy(self, name: str) -> str:
-        """Returns the pool's policy that a campaign's policy ``name`` uses: its namesake, else the only one.
+        """Returns the pool's policy for a campaign's policy ``name``: the one of the same name, else the only one.
 
         Raises:
-            ConfigError: The pool was cancelled, or it has several policies, and none of that name.
+            ConfigError: The pool was cancelled, or it has several policies and none of that name.
         """
         known = self.about()
         if closed := self.closed:
@@ -101,8 +103,8 @@ class EnginePool:
         """Returns the number of servers by policy.
 
         Raises:
-            ConfigError: It is not a pool, this user may not use it, or users other than its owner could have replaced
-                it and would read every prompt.
+            ConfigError: The directory is not a pool or this user may not use it. Also raised if other users could have
+                replaced the pool, since they would then read every prompt.
         """
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):
@@ -116,29 +118,29 @@ class EnginePool:
             ) from None
 
     def advertise(self, endpoint: Endpoint) -> None:
-        """Shows an endpoint to other campaigns, without its key."""
+        """Publishes an endpoint to other campaigns, without its key."""
         shown = msgspec.to_builtins(endpoint)
         del shown["key"]
         write_json(self.servers / f"{endpoint.server}.json", shown, 0o640)
 
     def withdraw(self, server: str) -> None:
-        """Shows a server no longer."""
+        """Removes a server from the published ones."""
         (self.servers / f"{server}.json").unlink(missing_ok=True)
 
     def serving(self, policy: str) -> list[Endpoint]:
-        """Returns the servers of a policy that answer now; without keys."""
+        """Returns the servers of a policy that are serving, without keys."""
         found = [try_read_json(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
         return [endpoint for endpoint in found if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
-        """Makes a campaign a member of the pool and writes its key into its run directory.
+        """Makes a campaign a member of the pool and writes its key to its run directory.
 
         Args:
-            policy: The campaign's policy whose model this pool is.
+            policy: The campaign's policy whose model the pool serves.
             theirs: The pool's policy.
 
         Raises:
-            ConfigError: This user may not write there.
+            ConfigError: This user may not write to the pool.
         """
         key = secrets.token_urlsafe(32)
         digest = digest_of(key)
@@ -160,7 +162,7 @@ class EnginePool:
                     continue
                 try:
                     status = os.fstat(descriptor)
-                    # A member may put anything there; a link to another's file has another's name in it.
+                    # A member may put any file there. A link to another user's file contains another name.
                     if stat.S_ISREG(status.st_mode) and os.read(descriptor, 65) == path.name.encode():
                         found[path.name] = user_name(status.st_uid)
                 finally:

@@ -3,28 +3,28 @@
 ::
 
     RUN/
-      campaign.yaml       what the user wrote (a copy)
+      campaign.yaml       copy of the user's campaign file
       run.json            format, package version, resolved campaign
-      tasks.jsonl         its tasks and their images, a line for each; tasks.index: where each line lies
-      env.sh              what every job sources first
-      code/               modules of the campaign's own agents, as they were when it was planned
-      sbatch/             scripts to submit by hand
+      tasks.jsonl         the tasks and their images, one per line; tasks.index: the position of each line
+      env.sh              environment that every job sources first
+      code/               modules of the campaign's own agents, as they were at planning
+      sbatch/             scripts for manual submission
       tasks/              <block>.json: immutable blocks of rollouts
-      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: what was queued;
-                          accounting.json: what those that have ended held and used
-      endpoints/          <server>.json: engines that answer now
+      ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: submissions;
+                          accounting.json: resources of ended jobs
+      endpoints/          <server>.json: engines that are serving
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
       journal/            <pod>.<start>.journal: acknowledged trajectories
-      partial/            rollouts that an allocation's end cut short, and what pods know of them; gone with the last
+      partial/            checkpoints of rollouts that the end of an allocation interrupted
       trajectories.h5     the result
-      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: what its first bytes amount to
-      live/               what viewers ask for, and what pods show them of rollouts that run (:mod:`.live`)
+      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes
+      live/               requests of viewers, and the pods' answers about running rollouts (:mod:`.live`)
       logs/               one file per job element
       report/
 
-Everything is its user's alone (0700, 0600). With ``share: group`` directories are 2750 and files 0640: who is in the
-group of RUN may read, and nobody else may write. ``endpoints/``, where keys are, and ``partial/`` stay its user's.
+All of it is private to its user (0700, 0600). With ``share: group`` directories are 2750 and files 0640: the group of
+RUN may read, and no other user may write. ``endpoints/``, which contains keys, and ``partial/`` stay private.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megaflow_hpc.host.process import user_name
 
 
 class RunDir:
-    """Paths under one run directory. Building one touches nothing."""
+    """Paths under one run directory. Creating the object does not access the file system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -74,10 +74,10 @@ class RunDir:
         return str(self.path)
 
     def create(self, share: str = "user") -> None:
-        """Makes the directory and those in it; with ``share="group"`` its group may read them.
+        """Creates the directory and its subdirectories. With ``share="group"`` its group may read them.
 
         Raises:
-            ConfigError: Another user may write to a directory above it.
+            ConfigError: Another user may write to a parent directory.
         """
         make_parents(self.path)
         self.check_place()
@@ -104,10 +104,12 @@ class RunDir:
         except FileNotFoundError:
             return  # the reader reports the error
         if os.getuid() not in (owner, 0):
-            raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; others may look and change nothing")
+            raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; other users may read it, but not change it")
         for room in (self.tasks, self.ledger, self.endpoints, self.partial, self.events, self.live):
             if room.is_symlink():
-                raise ConfigError(f"{room}: it is a link, which is not followed; put the directory itself there")
+                raise ConfigError(
+                    f"{room}: is a symbolic link, which is not followed; replace it by the directory itself"
+                )
         if to_run:
             self.check_place()
 
@@ -120,7 +122,7 @@ class RunDir:
             ConfigError: Names the directory that other users may write to, and the remedy.
         """
         if why := who_may_replace(self.path):
-            raise ConfigError(f"run directory {self.path}: {why}; jobs run what they find there")
+            raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
     def block(self, number: int) -> Path:
         """Returns the file of a block of rollouts."""

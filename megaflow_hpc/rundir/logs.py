@@ -1,8 +1,8 @@
-"""The logs of a run: which there are, the end of one, and all that is written of one rollout.
+"""Read the logs of a run: list them, read the end of one, and find all lines about one rollout.
 
-Each process of a run writes ``RUN/logs/<role>-<job>.log``, ``<role>-local.log`` without Slurm, and an engine
-``<policy>.<n>.engine.log``. What a pod's log says of one rollout begins with its id. Logs are others' text, of any size
-and maybe half a line: they are read from their end, in pieces with a bound, and undecodable bytes stay visible.
+Each process of a run writes ``RUN/logs/<role>-<job>.log``, or ``<role>-local.log`` without Slurm. An engine writes
+``<policy>.<n>.engine.log``. Lines about a rollout in a pod's log start with its id. Logs contain untrusted text of any
+size, possibly with incomplete lines. They are read from the end, in bounded pieces, and undecodable bytes stay visible.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megaflow_hpc.rundir.events import (
 from megaflow_hpc.rundir.layout import RunDir
 
 PIECE = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes read at once."""
 LINE = 1 << 14
-"""Bytes of a line that are shown."""
+"""Maximum number of bytes shown of a line."""
 TAIL_BYTES = 16 << 20
-"""Bytes of a log's end in which the last lines are looked for."""
+"""Bytes at a log's end that are searched for the last lines."""
 SEARCHED_BYTES = 256 << 20
-"""Bytes of all pods' logs in which one rollout is looked for, those of the newest first."""
+"""Bytes of all pods' logs that are searched for one rollout, newest logs first."""
 _END = 4096
 _ENGINE = ".engine"
 
@@ -52,26 +52,26 @@ class Log:
 
     @property
     def last(self) -> str:
-        """Its last line, as far as that is short; read anew each time."""
+        """The last line, truncated if it is long. Read again on each access."""
         try:
             lines = tail(self.path, 1, _END).lines if self.bytes else []
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             return ""
         return lines[-1] if lines else ""
 
     @property
     def name(self) -> str:
-        """What a user calls it: its file's name without ``.log``."""
+        """The name that users type: the file's name without ``.log``."""
         return self.path.name.removesuffix(".log")
 
     @property
     def role(self) -> str:
-        """``pod``, ``server``, ``engine``, ``trainer``, ``gather`` …"""
+        """The role: ``pod``, ``server``, ``engine``, ``trainer``, ``gather`` …"""
         return "engine" if self.name.endswith(_ENGINE) else self.name.partition("-")[0]
 
 
 def all_logs(run: RunDir) -> list[Log]:
-    """Returns the logs of a run by name; opens none of them."""
+    """Returns the logs of a run, ordered by name, without opening them."""
     found = []
     try:
         names = sorted(os.listdir(run.logs))
@@ -83,16 +83,16 @@ def all_logs(run: RunDir) -> list[Log]:
             status = path.lstat()
             if name.endswith(".log") and stat.S_ISREG(status.st_mode):
                 found.append(Log(path, status.st_size, status.st_mtime))
-        except OSError:  # removed meanwhile, or closed to us
+        except OSError:  # removed in the meantime, or not readable
             continue
     return found
 
 
 def find_log(run: RunDir, wanted: str) -> Log:
-    """Returns the log that a user means: by its name, a role, a job, an element of an array, a pod or a server.
+    """Returns the log that a user names by its name, a role, a job, an array element, a pod or a server.
 
     Raises:
-        ConfigError: there is none, or there are several; names them.
+        ConfigError: There is no such log, or there are several. The error names them.
     """
     there = all_logs(run)
     name = wanted.removesuffix(".log")
@@ -106,14 +106,14 @@ def find_log(run: RunDir, wanted: str) -> Log:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ConfigError(f"{wanted}: several logs are called so; name one: {_names(found)}")
+            raise ConfigError(f"{wanted}: several logs have this name; choose one: {_names(found)}")
     if not there:
-        raise ConfigError(f"{run.logs}: there is no log; nothing of this run has started")
+        raise ConfigError(f"{run.logs}: there is no log, because no job of this run has started")
     raise ConfigError(f"{wanted}: no such log in {run.logs}; there are: {_names(there)}")
 
 
 def pod_log(run: RunDir, pod: str) -> Path | None:
-    """Returns the log of a pod (``<pod>.<start>``, as events and status name it); ``None`` if there is none."""
+    """Returns the log of a pod, which events and status name ``<pod>.<start>``. ``None`` if it does not exist."""
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
@@ -131,14 +131,14 @@ class Tail:
     before: int
     """Bytes of the log before these lines."""
     offset: int = 0
-    """Where the log ended."""
+    """Length of the log when it was read."""
 
 
 def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:
-    """Returns the last lines of a log, at most ``lines`` of them and what is in its last ``most`` bytes.
+    """Returns the last ``lines`` lines of a log, as far as they are in its last ``most`` bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The log cannot be read.
     """
     with open_regular(path) as file:
         end = start = file.seek(0, os.SEEK_END)
@@ -161,7 +161,7 @@ def whole(path: Path) -> Iterator[str]:
     """Yields every line of a log.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The log cannot be read.
     """
     growing = GrowingLog(path)
     while lines := growing.read():
@@ -170,10 +170,10 @@ def whole(path: Path) -> Iterator[str]:
 
 
 class GrowingLog:
-    """Reads on in a log that grows; one that has become shorter is read anew.
+    """Follows a growing log. A log that has become shorter is read from its beginning.
 
     Args:
-        offset: where to begin; then where the next reading does.
+        offset: Position of the first read. Later reads continue after the previous one.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -181,7 +181,7 @@ class GrowingLog:
         self.offset, self._rest = offset, b""
 
     def read(self) -> list[str]:
-        """Returns the lines that were completed since the last call, of a piece; none where there is nothing new."""
+        """Returns the lines completed since the last call, up to one piece. Empty if there is nothing new."""
         try:
             with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
@@ -191,22 +191,22 @@ class GrowingLog:
                     data = file.read(PIECE)
                     self.offset += len(data)
                     *lines, rest = (self._rest + data).split(b"\n")
-                    self._rest = rest[: LINE + 1]  # of a line without an end, what will be shown
+                    self._rest = rest[: LINE + 1]  # keep only the part of an unfinished line that will be shown
                     if not lines and len(data) == PIECE:
                         self.offset = behind_hole(file, self.offset)
                     if lines or len(data) < PIECE:
                         return [_text(line) for line in lines]
-        except OSError:  # a file system that is away for a moment
+        except OSError:  # the file system is temporarily unavailable
             return []
 
     def rest(self) -> list[str]:
-        """Returns the line that has no end yet."""
+        """Returns the unfinished last line."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
 
 class RolloutLog:
-    """All that events and pods' logs say of one rollout, so far and then on."""
+    """Follows all events and pod log lines about one rollout."""
 
     def __init__(self, run: RunDir, rollout: str) -> None:
         self._run, self._rollout = run, rollout
@@ -214,12 +214,12 @@ class RolloutLog:
         self._logs: dict[Path, GrowingLog] = {}
         self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False
-        """Whether its outcome is stored."""
+        """True if the outcome of the rollout is stored."""
         self.skipped = 0
-        """Bytes of logs that were too much to look through."""
+        """Bytes of logs that were not searched because of the limit."""
 
     def read(self) -> list[str]:
-        """Returns what was written since the last call, events first; none where there is nothing new."""
+        """Returns the lines written since the last call, events first. Empty if there is nothing new."""
         found = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
         self.ended = self.ended or any(said.startswith("stored: ") for _, said in found)
         lines = [f"{_clock(t)} {said}" for t, said in sorted(found)]
@@ -229,7 +229,7 @@ class RolloutLog:
         return lines
 
     def _grown(self) -> list[GrowingLog]:
-        """The pods' logs that are not as long as when they were read last."""
+        """Return the pods' logs whose length has changed since the last read."""
         pods = [log for log in all_logs(self._run) if log.role == "pod"]
         left = SEARCHED_BYTES
         for log in sorted(pods, key=lambda log: -log.changed_at):
@@ -242,7 +242,7 @@ class RolloutLog:
 
 
 def last_word(run: RunDir, pod: str) -> PodEvent | None:
-    """Returns the last event of a pod that has ended (``<pod>.<start>``); ``None`` of one that was killed."""
+    """Returns the last event of a pod that has ended (``<pod>.<start>``). ``None`` if the pod was killed."""
     try:
         lines = tail(run.events / f"{pod}.jsonl", 1, _END)
     except OSError:
@@ -252,7 +252,7 @@ def last_word(run: RunDir, pod: str) -> PodEvent | None:
 
 
 def describe(event: AnyEvent) -> str:
-    """Says in a line what an event tells of its rollout."""
+    """Describes an event of a rollout in one line."""
     match event:
         case StartEvent():
             return f"attempt {event.attempt} starts on rank {event.rank}"

@@ -1,10 +1,11 @@
-"""What new jobs of a run ask Slurm for in place of its campaign file (``resume --time``, ``--mem``, ``--partition``).
+"""Changed Slurm requests for a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
 
 ::
 
     RUN/ledger/slurm.json    {"pods": {"time": "8:00:00"}, "servers": {"partition": "gpu-long"}}
 
-``run.json`` is never changed; jobs that are queued keep what they asked for. ``null`` stands for the site's default.
+They replace values of the campaign file. ``run.json`` is never changed, and queued jobs keep their requests. ``null``
+stands for the site's default.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ OPTIONS = {
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "partition": ("partition", "p"),
 }
-"""Keys that may be changed, and the sbatch options by which ``extra`` may say the same."""
+"""Keys that may be changed, each with the sbatch options in ``extra`` that mean the same."""
 
 Changes = Mapping[str, Mapping[str, Any]]
 
 
 def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
-    """Returns the campaign as new jobs are to see it.
+    """Returns the campaign with the changed requests, for new jobs.
 
     Raises:
-        ConfigError: A value is not one that this version understands.
+        ConfigError: This version does not understand a value.
     """
     changes = _read(run)
     return _with(config, changes) if changes else config
@@ -43,15 +44,15 @@ def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
 def override(
     run: RunDir, config: CampaignConfig, changes: Changes, check: Callable[[CampaignConfig], None] = lambda _: None
 ) -> CampaignConfig:
-    """Changes what new jobs ask for, beside what was changed before, and returns the campaign as they are to see it.
+    """Changes requests of new jobs, in addition to earlier changes. Returns the campaign with all changes.
 
     Args:
         config: The campaign as it was planned.
         changes: Values of :data:`OPTIONS` by role.
-        check: Raises where the site would refuse the changed campaign; nothing is changed then either.
+        check: Raises an error if the site would refuse the changed campaign. Then nothing is changed.
 
     Raises:
-        ConfigError: There is no such role, or a value is wrong; nothing is changed.
+        ConfigError: There is no such role, or a value is invalid. Nothing is changed.
     """
     merged = {role: dict(values) for role, values in _read(run).items()}
     for role, values in changes.items():
@@ -73,7 +74,7 @@ def _with(config: CampaignConfig, changes: Changes) -> CampaignConfig:
             for name in [name for name in section["extra"] if _option(name) in OPTIONS[key]]:
                 del section["extra"][name]
             if shared := [name for name in slurm["extra"] if _option(name) in OPTIONS[key]]:
-                raise ConfigError(f"slurm.extra says {shared[0]} for every job of this run: plan a new run without it")
+                raise ConfigError(f"slurm.extra sets {shared[0]} for every job of this run; plan a new run without it")
     return config.model_copy(update={"slurm": resolved(SlurmConfig, slurm)})
 
 
@@ -87,4 +88,4 @@ def _read(run: RunDir) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(f"{error}; remove the file, and resume again") from None
+        raise ConfigError(f"{error}; remove the file and resume again") from None

@@ -1,7 +1,7 @@
-"""``RUN/run.json``: what a run was planned with, as one typed record that is written once and never changed.
+"""``RUN/run.json``: the plan of a run as one typed record, written once and never changed.
 
-A pod needs nothing beside it, so that a run means the same after the campaign file was edited. Every value has its
-default here, or in the campaign file's sections (:mod:`megaflow_hpc.config`); keys of a later version are ignored.
+A pod needs no other file, so a run keeps its meaning if the campaign file is edited later. Default values are defined
+here or in the campaign file's sections (:mod:`megaflow_hpc.config`). Keys of a later version are ignored.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 
 FORMAT = "megaflow-hpc/run"
 FORMAT_VERSION = 2
-"""2: tasks are in a file of their own; 1 is read as well."""
-LONGEST = 2**30
-"""Bytes of ``run.json``; of version 1, it holds the tasks."""
+"""In version 2 tasks have a file of their own. Version 1 can be read as well."""
+MAX_RUN_JSON_BYTES = 2**30
+"""Maximum size of ``run.json`` in bytes. In version 1 it includes the tasks."""
 
 _CLUSTER = r"(?:@[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?"
 JOB_ID = re.compile(rf"[0-9][0-9_+,%\[\]-]{{0,99}}{_CLUSTER}")
-"""A job, an array or elements of one, ``@name`` where it is another cluster's. What a run directory names as its jobs
-goes to ``scancel`` and into scripts: whatever is spelled otherwise, such as an option, is none."""
+"""A job, an array or elements of an array, with ``@name`` if it is on another cluster.
+
+Job ids in a run directory are untrusted, and they go to ``scancel`` and into scripts. Text of any other form, such as
+an option, is not accepted as a job id.
+"""
 
 T = TypeVar("T")
 
@@ -50,11 +53,11 @@ class _Named(msgspec.Struct):
 
 
 class RunHead(msgspec.Struct):
-    """What a list of runs needs of ``run.json``."""
+    """The part of ``run.json`` that a list of runs needs."""
 
     campaign: _Named = msgspec.field(default_factory=_Named)
     total: int = 0
-    """Rollouts of the campaign, those aside that were added later."""
+    """Number of planned rollouts, without those added later."""
 
 
 class ServerRecord(msgspec.Struct):
@@ -62,14 +65,14 @@ class ServerRecord(msgspec.Struct):
 
     policy: str
     model: dict[str, Any]
-    """The section ``model`` of its policy, one kind of server alone; with ``sleep_level`` where it is in its trainer's
-    job, and sleeps while that steps."""
+    """The section ``model`` of the server's policy, reduced to this kind of server. It includes ``sleep_level`` if the
+    server is part of its trainer's job and sleeps during training steps."""
     held: bool = False
-    """Whether its element is submitted held, for the autoscaler to release."""
+    """True if the element is submitted held, for the autoscaler to release."""
 
 
 class ServerGroup(msgspec.Struct, array_like=True):
-    """Neighbouring servers of one shape, which are one Slurm array."""
+    """Consecutive servers of one shape, which form one Slurm array."""
 
     first: int
     """Index of the first server."""
@@ -87,37 +90,37 @@ class PolicyRecord(msgspec.Struct):
     agent: dict[str, Any] = {}
     model: dict[str, Any] | None = None
     samples: int = 1
-    """Samples of each group; spare ones not counted."""
+    """Number of samples of each group, without spare ones."""
     include: list[str] = []
-    """Shell patterns on task ids; empty for every task."""
+    """Shell patterns on task ids. Empty means every task."""
 
 
 class JobRecord(msgspec.Struct):
-    """One submission to Slurm, as ``RUN/ledger/jobs/<array>.json`` holds it."""
+    """One submission to Slurm, as stored in ``RUN/ledger/jobs/<array>.json``."""
 
     role: str
     """``pods``, ``servers``, ``trainer`` or ``gather``."""
     id: Annotated[str, Meta(pattern=rf"\A[0-9]{{1,20}}{_CLUSTER}\Z")]
-    """Job or array id; ``123@name`` at another cluster."""
+    """Job or array id. ``123@name`` on another cluster."""
     elements: int | None = None
-    """Array elements; ``None`` for a job that is no array, or whose size is not known."""
+    """Number of array elements. ``None`` for a plain job or if the number is unknown."""
     base: int = 0
-    """Added to an element's index to give its server's."""
+    """Offset from an element's index to its server's index."""
     policy: str = ""
-    """Whom a trainer trains."""
+    """The policy that a trainer trains."""
     submitted_at: Time = 0.0
-    """Seconds UTC; 0 in runs of earlier versions."""
+    """Seconds UTC. 0 in runs of earlier versions."""
 
 
 class PackedTasks(msgspec.Struct, frozen=True):
-    """What ``run.json`` says of the file that holds the tasks (:mod:`megaflow_hpc.ledger.tasks`)."""
+    """Description in ``run.json`` of the file of tasks (:mod:`megaflow_hpc.ledger.tasks`)."""
 
     count: int
     bytes: int
 
 
 class RunRecord(msgspec.Struct, kw_only=True, dict=True):
-    """What ``run.json`` holds."""
+    """The content of ``run.json``."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -127,38 +130,41 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     versions: dict[str, Any] = {}
     """Versions of software, engines and models, by name."""
     planned_at: float = 0.0
-    """Seconds UTC; 0 in runs of earlier versions."""
+    """Seconds UTC. 0 in runs of earlier versions."""
     site: dict[str, Any] = {}
-    """The site profile that completed the campaign file: its ``name``, ``file`` and ``fields``."""
+    """The site profile that supplied defaults to the campaign file: its ``name``, ``file`` and ``fields``."""
     campaign: dict[str, Any] = {}
-    """The resolved campaign file; read it as :attr:`config`."""
+    """The resolved campaign file. Read it as :attr:`config`."""
     source: str = ""
-    """SHA-256 of the campaign file's text, as ``RUN/campaign.yaml`` holds it; empty in runs of earlier versions."""
+    """SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions.
+    SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions."""
     beside: str = ""
-    """The campaign file's directory, where its own agents are looked for after ``RUN/code``; empty if it has none."""
+    """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one.
+    Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one."""
     policies: dict[str, PolicyRecord] = {}
     tasks: dict[str, dict[str, Any]] = {}
-    """Tasks by id in a run of earlier versions; :func:`~megaflow_hpc.ledger.tasks.planned_tasks` gives those of any."""
+    """Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions.
+    Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions."""
     packed: PackedTasks | None = None
-    """The file of tasks; ``None`` where they are here, or there are none."""
+    """The file of tasks. ``None`` if the tasks are stored here or the run has no tasks."""
     held_out: list[str] = []
-    """Tasks that are evaluated on while the campaign trains, and never trained on."""
+    """Tasks that are only used for evaluation during training."""
     images: dict[str, str] = {}
-    """Image name in the tasks → SIF file or directory, in a run of earlier versions."""
+    """Image name in the tasks → SIF file or directory, in runs of earlier versions."""
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
-    """Servers of the engine pool that is a policy's model, by policy."""
+    """Policy → number of servers of the engine pool that serves its model."""
     total: int = 0
-    """Rollouts of the campaign."""
+    """Number of rollouts of the campaign."""
     learned: list[list[Any]] = []
-    """What earlier campaigns tell of durations."""
+    """Durations learned from earlier campaigns."""
     jobs: list[JobRecord] = []
-    """Empty; early versions kept submissions here."""
+    """Empty. Early versions stored submissions here."""
 
     @property
     def name(self) -> str:
-        """The campaign's name; empty in a run directory made without a campaign."""
+        """The campaign's name. Empty in a run directory that was created without a campaign."""
         return str(self.campaign.get("name") or "")
 
     @functools.cached_property
@@ -166,7 +172,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
         """The resolved campaign file.
 
         Raises:
-            ConfigError: It is not one that this version understands.
+            ConfigError: This version does not understand it.
         """
         from megaflow_hpc.config import CampaignConfig, resolved
 
@@ -177,12 +183,12 @@ def check_version(planned: RunRecord, run: RunDir) -> None:
     """Refuses a run planned by another minor version, which must not write into it.
 
     Raises:
-        ConfigError: names both versions.
+        ConfigError: Names both versions.
     """
     if planned.version.split(".")[:2] != __version__.split(".")[:2]:
         raise ConfigError(
             f"{run.run_json}: made by megaflow-hpc {planned.version}, this is {__version__}; install {planned.version} "
-            "to go on with it, or plan again"
+            "to continue it, or plan again"
         )
 
 
@@ -195,18 +201,18 @@ def read_run(run: RunDir) -> RunRecord:
     """Reads ``run.json``.
 
     Raises:
-        ConfigError: There is none, it is damaged, of a later format, or closed to this user.
+        ConfigError: The file is missing, damaged, of a later format, or unreadable for this user.
     """
     return _read(run, RunRecord)
 
 
 def read_head(run: RunDir) -> RunHead:
-    """Reads the little of ``run.json`` that a list of runs needs; raises as :func:`read_run` does."""
+    """Reads the part of ``run.json`` that a list of runs needs. Raises the same errors as :func:`read_run`."""
     return _read(run, RunHead)
 
 
 def read_jobs(run: RunDir) -> dict[str, JobRecord]:
-    """Returns every submission that was written down, by job or array; a file that cannot be read tells nothing."""
+    """Returns every recorded submission, by job or array. Unreadable files are skipped."""
     found: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
         if job := try_read_json(path, JobRecord):
@@ -216,16 +222,19 @@ def read_jobs(run: RunDir) -> dict[str, JobRecord]:
 
 def _read(run: RunDir, kind: type[T]) -> T:
     try:
-        data = read_regular(run.run_json, LONGEST)
+        data = read_regular(run.run_json, MAX_RUN_JSON_BYTES)
     except FileNotFoundError:
         raise ConfigError(
-            f"{run}: not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
+            f"{run}: not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
         ) from None
     except NotADirectoryError:
-        raise ConfigError(f"{run}: a file, expected a run directory; see those here with: megaflow-hpc list") from None
+        raise ConfigError(
+            f"{run}: a file, expected a run directory; list run directories with: megaflow-hpc list"
+        ) from None
     except PermissionError:
         raise ConfigError(
-            f"{run}: closed to this user; its owner lets a group look with share: group in the campaign file"
+            f"{run}: not readable for this user; its owner can share it with a group by share: group in the campaign "
+            f"file"
         ) from None
     except OSError as error:
         raise _damaged(run, error) from error
@@ -245,13 +254,13 @@ def _read(run: RunDir, kind: type[T]) -> T:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decodes JSON that Python has written. Raises :class:`ValueError`."""
+    """Decodes JSON written by Python. Raises :class:`ValueError`."""
     try:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError:
             raise
-        except ValueError:  # NaN in a task's metadata, which Python's json writes
+        except ValueError:  # NaN in a task's metadata, which Python's json module writes
             return msgspec.convert(json.loads(data), kind)
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -1,8 +1,8 @@
-"""The runs under a directory, newest first: what ``latest`` stands for, and ``megaflow-hpc list`` shows.
+"""Find the runs under a directory, newest first, for ``latest`` and for ``megaflow-hpc list``.
 
-Where one stands may be a home directory with a million files, or a share with other people's: the search goes level by
-level, so that what is near is found first, and ends at a bound that it states. Links to directories are followed, since
-``runs`` often lies on scratch; each directory is looked at once.
+The directory may be a home directory with a million files, or a share with other users' files. The search therefore
+goes level by level, so that near runs are found first, and it stops at a bound that it reports. Links to directories
+are followed, since ``runs`` is often a link to scratch. Each directory is read once.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.record import FORMAT
 
 DEPTH = 3
-"""How deep runs are looked for: ``runs/NAME`` below a project below where one stands."""
+"""Default depth of the search: it finds ``runs/NAME`` in a project in the current directory."""
 DIRECTORIES = 5000
-"""Directories that are looked at in one search: each is a question to a file server."""
+"""Maximum number of directories read in one search, since each is a request to a file server."""
 ENTRIES = 300_000
-"""Names that are read in one search."""
+"""Maximum number of names read in one search."""
 LATEST = "latest"
 
 _ROOMS = {"ledger", "tasks", "journal"}
-"""What a run directory has from the beginning."""
+"""Subdirectories that every run directory has from the start."""
 _HEAD = 4096
-"""Bytes of run.json in which its format stands."""
+"""Bytes of run.json that contain its format."""
 
 
 @dataclass
-class Found:
-    """What a search has found."""
+class FoundRuns:
+    """The result of a search."""
 
     runs: list[Path] = field(default_factory=list)
     """Run directories, newest first; some may be damaged."""
     unreadable: list[Path] = field(default_factory=list)
-    """Directories that are closed to this user."""
+    """Directories that this user may not read."""
     cut: bool = False
-    """Whether the search ended at its bound, and there may be more."""
+    """True if the search stopped at its bound, so there may be more runs."""
 
 
-def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> Found:
-    """Returns the run directories in ``under`` and at most ``depth`` directories below it, newest first.
+def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
+    """Returns the run directories in ``under`` and at most ``depth`` levels below it, newest first.
 
-    ``run.json`` is written once: its time is the age of the run. Nothing below a run is looked at.
+    ``run.json`` is written once, so its time is the age of the run. The search does not enter run directories.
 
     Raises:
-        ConfigError: ``under`` is no directory that can be read.
+        ConfigError: ``under`` is not a readable directory.
     """
-    found, dated = Found(), []
+    found, dated = FoundRuns(), []
     for path, names in _directories(Path(under), depth, found):
         if (planned := _planned_at(path, names)) is not None:
             dated.append((planned, path))
             names.clear()
     if os.fspath(under) in map(os.fspath, found.unreadable):
-        raise ConfigError(f"{under}: no directory that can be read; name the one that your runs are in")
+        raise ConfigError(f"{under}: not a readable directory; name the directory of your runs")
     found.runs = [path for _, path in sorted(dated, reverse=True)]
     return found
 
 
 def latest(under: str | os.PathLike[str] = ".") -> Path:
-    """Returns this user's newest run directory, or else anybody's; those aside whose planning did not end.
+    """Returns this user's newest run directory, else any user's. Incompletely planned runs are ignored.
 
     Raises:
-        ConfigError: there is none, or too much to look through: the newest might be elsewhere.
+        ConfigError: No run was found, or there are too many files to search, so the newest might be missed.
     """
     found, place = find(under), Path(under).absolute()
     if found.cut:
         raise ConfigError(
-            f"{LATEST}: too much in {place} to look through; name the run, or as DIR/{LATEST} the directory it is in"
+            f"{LATEST}: too many files in {place} to search; name the run, or its parent directory as DIR/{LATEST}"
         )
     whole = [path for path in found.runs if path.joinpath("run.json").exists()]
     ours = [path for path in whole if path.stat().st_uid == os.getuid()]
@@ -80,18 +80,18 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
 
 
 def named(text: str) -> Path:
-    """Returns the run directory that a user means by ``text``: a path, ``latest``, or ``DIR/latest``.
+    """Returns the run directory that a user names: a path, ``latest``, or ``DIR/latest``.
 
     Raises:
-        ConfigError: see :func:`latest`.
+        ConfigError: See :func:`latest`.
     """
     path = Path(text)
     return path if path.name != LATEST or path.exists() else latest(path.parent)
 
 
-def _directories(root: Path, depth: int, found: Found) -> Iterator[tuple[Path, dict[str, bool]]]:
-    """Yields directories level by level, with the names in each and whether it is a directory; who clears them ends the
-    search there."""
+def _directories(root: Path, depth: int, found: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
+    """Yield directories level by level, with their names and whether each is a directory. The caller clears the names
+    to stop the search there."""
     seen: set[tuple[int, int]] = set()
     level, looked, entries = [root], 0, 0
     for below in range(depth, -1, -1):
@@ -112,7 +112,7 @@ def _directories(root: Path, depth: int, found: Found) -> Iterator[tuple[Path, d
                         names[entry.name] = _is_directory(entry)
                         if len(names) + entries > ENTRIES:
                             break
-            except FileNotFoundError:  # removed meanwhile, or a link that leads nowhere
+            except FileNotFoundError:  # removed in the meantime, or a dangling link
                 if path == root:
                     found.unreadable.append(path)
                 continue
@@ -131,12 +131,12 @@ def _directories(root: Path, depth: int, found: Found) -> Iterator[tuple[Path, d
 def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link in a circle, or into what is closed
+    except OSError:  # a circular link, or a link into an unreadable directory
         return False
 
 
 def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
-    """When a run was planned, in nanoseconds UTC; ``None`` of a directory that is none of ours."""
+    """Return when a run was planned, in nanoseconds UTC. ``None`` if the directory is not a run."""
     try:
         if "run.json" not in names:
             return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None

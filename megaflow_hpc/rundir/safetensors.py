@@ -1,4 +1,4 @@
-"""What the headers of safetensors files say of their tensors: read without a tensor, and checked as an engine would.
+"""Read the headers of safetensors files without their tensors, and check them as an engine would.
 
 ::
 
@@ -22,7 +22,7 @@ from megaflow_hpc.host.files import open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
-"""Longest header in bytes, the library's own bound."""
+"""Maximum length of a header in bytes, as in the safetensors library."""
 BITS: Mapping[str, int] = {
     "F4": 4,
     "F6_E2M3": 6,
@@ -48,7 +48,7 @@ BITS: Mapping[str, int] = {
 
 
 class Tensor(NamedTuple):
-    """One tensor as its file's header has it."""
+    """One tensor as described in its file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of one file by name.
 
     Raises:
-        ConfigError: It is no such file, or cut off; says what is wrong.
+        ConfigError: The file is not a safetensors file, or it is truncated. The error says what is wrong.
     """
 
     def broken(why: str) -> ConfigError:
@@ -91,10 +91,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of all safetensors files in a directory, those that its index names among them.
+    """Returns the tensors of all safetensors files in a directory, including those that its index names.
 
     Raises:
-        ConfigError: One cannot be loaded, or is not there.
+        ConfigError: A file is missing or cannot be loaded.
     """
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -108,15 +108,15 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{index}: cannot be read ({error!r:.100}); save the weights again") from None
     for name in sorted(map(str, named)):
         if not (folder / name).is_file():
-            raise ConfigError(f"{folder / name}: is not there, and {INDEX} names it; save the weights again")
+            raise ConfigError(f"{folder / name}: is missing, although {INDEX} names it; save the weights again")
     return found
 
 
 def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:
-    """Returns why tensors are another model's than those that are served; empty where nothing says so.
+    """Returns why tensors belong to another model than the served ones. Empty if there is no evidence of it.
 
-    Savers rename tensors in front (``model.`` or ``model.language_model.``) and leave tied ones out: only shapes under
-    equal names are compared, and whether the ends of names have anything in common.
+    When saving, libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors. So only shapes
+    under equal names are compared, and whether any names have a common ending.
     """
     for name in new.keys() & served.keys():
         if new[name].shape != served[name].shape:

@@ -1,14 +1,15 @@
-"""What a trainer leaves for others to see: which step is done, who trains, and the last word on its last start.
+"""Files by which a trainer shows its state to other processes: finished steps, its starts, and the outcome of its last
+start.
 
 ::
 
     RUN/training/<policy>/
       commits/000012.json     :class:`Commit`: step 12 is done
-      trainers/000002.json    :class:`Trainer`: the second start of the trainer; earlier ones commit no more
-      last                    what became of the last start that has ended, and the end of its log; its batch shell's
-      gpu-<job>-<node>.*      of GPUs that trainer and engine use in turn: :class:`SharedGpu`
+      trainers/000002.json    :class:`Trainer`: the second start of the trainer; earlier starts no longer commit
+      last                    outcome of the last ended start, and the end of its log; written by the batch shell
+      gpu-<job>-<node>.*      GPUs that trainer and engine use in turn: :class:`SharedGpu`
 
-The rest there is the trainer's own (:mod:`megaflow_hpc.training`).
+The other files there are private to the trainer (:mod:`megaflow_hpc.training`).
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from megaflow_hpc.rundir.json_files import read_json, try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
-TOLD = 4000
-"""Bytes of a log's end that are kept beside the last word."""
+LAST_WORD_LOG_BYTES = 4000
+"""Bytes of a log's end that are stored with the last word."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
-"""Name of a record's file: the number of what it is about."""
+"""File name of a record. It contains the record's number."""
 FOR_GOOD = ("failed", "lost")
-"""Last words of a trainer that nobody starts again: a mistake, or too many starts that committed nothing."""
+"""Last words of a trainer that is not restarted: an error, or too many starts that committed nothing."""
 
 
 def numbered(folder: Path) -> list[int]:
-    """Returns the numbers of a directory's records, sorted; none without the directory. Raises OSError otherwise."""
+    """Returns the sorted numbers of a directory's records. Empty if there is no directory. Raises OSError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -50,15 +51,16 @@ def numbered(folder: Path) -> list[int]:
 
 
 class Commit(msgspec.Struct, kw_only=True):
-    """A step that is done."""
+    """A finished step."""
 
     step: int
     plan: str = ""
     """Digest of the plan."""
     checkpoint: str | None = None
-    """Directory of the trainer's state after the step, relative to RUN where it lies there; ``None``: none was kept."""
+    """Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if no state was kept.
+    Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if no state was kept."""
     weights: int = 0
-    """Number of the newest weight version that the policy had then; 0: the campaign's own model."""
+    """Number of the policy's newest weight version after the step. 0 means the campaign's own model."""
     trainer: int = 0
     metrics: dict[str, float] = {}
     at: float = 0.0
@@ -76,61 +78,61 @@ class Trainer(msgspec.Struct, kw_only=True):
 
     @classmethod
     def here(cls, consumer: str) -> Trainer:
-        """Returns what is said of this process."""
+        """Returns the record of this process."""
         job = os.environ.get("SLURM_JOB_ID", "")
         return cls(consumer=consumer, node=node_name(), pid=os.getpid(), job_id=job, at=time.time())
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """What became of a start of the trainer."""
+    """The outcome of a start of the trainer."""
 
     word: str
-    """``done``; ``requeued``; ``left``: Slurm, or who runs the job, decides; or one of :data:`FOR_GOOD`."""
+    """``done``; ``requeued``; ``left`` if Slurm or the job's owner decides; or one of :data:`FOR_GOOD`."""
     node: str
     exit_status: int
     log: str
     cause: str
-    """The line of the log that says why, as far as that can be told."""
+    """The line of the log that explains the outcome, if one was found."""
 
 
 def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
-    """Leaves the last word on a start of the trainer, as ``trainer.sh`` does.
+    """Writes the last word on a start of the trainer, in the same way as ``trainer.sh``.
 
     Args:
-        written: bytes of the log that earlier starts wrote.
+        written: Number of bytes that earlier starts wrote to the log.
     """
     with open(log, "rb") as file:
-        file.seek(max(written, file.seek(0, os.SEEK_END) - TOLD))
+        file.seek(max(written, file.seek(0, os.SEEK_END) - LAST_WORD_LOG_BYTES))
         end = file.read()
     said = f"{word} {os.uname().nodename} {exit_status} {log}\n".encode()
     write_atomic(run.training / policy / "last", said + end)
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """The trainer's file: it wants the GPUs, or has them."""
+    """The trainer's file. It means that the trainer wants the GPUs or has them."""
 
     turn: str
-    """Names one use of them; no other start has the same."""
+    """Unique name of one use of the GPUs."""
     process: str
-    """Which process ends with the last one that may use them (:class:`~megaflow_hpc.host.process.Identity`)."""
+    """The process that lives as long as any process may use them (:class:`~megaflow_hpc.host.process.Identity`)."""
     boot: str
 
 
 class Given(msgspec.Struct, frozen=True):
-    """The server's file: no engine of it uses the GPUs until the trainer's file is gone, or its process is."""
+    """The server's file. None of its engines uses the GPUs while the trainer's file exists and its process lives."""
 
     turn: str
     wake_s: float = 0.0
-    """Seconds in which the engine woke after the turn before, weights that it loaded then included."""
+    """Seconds that the engine took to wake after the previous turn, including loading of weights."""
 
 
 class SharedGpu:
-    """GPUs that a policy's trainer and its engine use in turn: two files, each of one writer, and no lock.
+    """GPUs that a policy's trainer and its engine use in turn. Two files, each with one writer, replace a lock.
 
-    Both are on one node and in one job, so that each sees whether a process of the other lives. The trainer touches the
-    GPUs only while the server's file names its turn; the server starts or wakes an engine only while no trainer that
-    lives wants them. So neither has to know whether the other was killed, or when.
+    Both sides run on one node in one job, so each can check whether a process of the other lives. The trainer uses the
+    GPUs only while the server's file names its turn. The server starts or wakes an engine only while no live trainer
+    wants them. So neither side needs to know whether or when the other was killed.
     """
 
     def __init__(self, run: RunDir, policy: str) -> None:
@@ -139,42 +141,42 @@ class SharedGpu:
         self._wish_file, self._given_file = folder / f"{name}.wanted", folder / f"{name}.given"
         self._wish: Wish | None = None
 
-    # --- the trainer's side ---
+    # --- used by the trainer ---
 
     def want(self, turn: str, process: Identity) -> None:
-        """Says that the trainer wants the GPUs, as long as the process lives or until :meth:`release`."""
+        """Requests the GPUs, for as long as the process lives or until :meth:`release`."""
         write_atomic(self._wish_file, msgspec.json.encode(Wish(turn, str(process), boot_id())))
 
     def given(self, turn: str) -> Given | None:
-        """Returns what the server says to this turn; ``None`` while it does not leave the GPUs to it."""
+        """Returns the server's answer to this turn. ``None`` while it does not release the GPUs for it."""
         given = try_read_json(self._given_file, Given)
         return given if given and given.turn == turn else None
 
     def release(self) -> None:
-        """Says that the trainer holds nothing on the GPUs any more."""
+        """Reports that the trainer holds nothing on the GPUs any more."""
         self._wish_file.unlink(missing_ok=True)
 
-    # --- the server's side ---
+    # --- used by the server ---
 
     def wanted(self) -> str:
-        """Returns the turn of the trainer that wants the GPUs, or has them; empty if none that lives does."""
+        """Returns the turn of a live trainer that wants or has the GPUs. Empty without one."""
         try:
             self._wish = read_json(self._wish_file, Wish)
         except FileNotFoundError:
             self._wish = None
-        except (OSError, ValueError):  # a file system that is away for a moment: as it was
+        except (OSError, ValueError):  # the file system is temporarily unavailable: keep the last answer
             pass
         wish = self._wish
         process = Identity.parse(wish.process) if wish and wish.boot == boot_id() else None
         return wish.turn if wish and process and process.alive() else ""
 
     def give(self, given: Given) -> None:
-        """Leaves the GPUs to a turn. Raises OSError."""
+        """Releases the GPUs to a turn. Raises OSError."""
         write_atomic(self._given_file, msgspec.json.encode(given))
 
 
 class TrainingView:
-    """What is to be seen of one policy's training; what was read once is not read again."""
+    """The visible state of one policy's training. Files that were read once are cached."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.policy, self._path, self._lease = policy, run.training / policy, run.ledger / "open" / policy
@@ -182,14 +184,14 @@ class TrainingView:
 
     @property
     def open(self) -> bool:
-        """Whether the trainer may yet ask for rollouts: it has not come to its end."""
+        """True if the trainer may still request rollouts, because it has not ended."""
         return self._lease.exists()
 
     def commits(self, count: int) -> list[Commit]:
-        """Returns the last ``count`` commits, oldest first; those that cannot be read are left out."""
+        """Returns the last ``count`` commits, oldest first. Unreadable ones are left out."""
         known = self._commits
         numbers = self._numbers("commits")[-count:]
-        # The last one may yet be written again, with a checkpoint.
+        # The last commit may be rewritten with a checkpoint.
         self._commits = {
             number: commit
             for number in numbers
@@ -203,7 +205,7 @@ class TrainingView:
         return [start for start in starts if start]
 
     def last_word(self) -> LastWord | None:
-        """Returns the last word on the last start that has ended; ``None`` where none has, or it cannot be read."""
+        """Returns the last word on the last ended start. ``None`` if no start has ended or the file is unreadable."""
         try:
             first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)

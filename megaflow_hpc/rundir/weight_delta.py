@@ -1,16 +1,16 @@
-"""A version of weights as what differs from an earlier whole one, and how it is put together again, bit for bit.
+"""Store a weight version as its difference from an earlier whole version, and restore it bit for bit.
 
 ::
 
     RUN/weights/7/
       delta.json                 {"base": 5, "files": {"model.safetensors": {"size": …, "word": 2, "sha256": …}}}
-      model.safetensors.delta    which words of that file differ from version 5's, and how
+      model.safetensors.delta    positions and values of the words of that file that differ from version 5
       config.json, …             as in a whole version
 
-At small learning rates most weights in bfloat16 stay what they were: after one step of Adam at 1e-6 some 2 % change. So
-words (2 bytes of a bfloat16, 4 of a float32) are compared: the distances between those that differ, and their exclusive
-or with the base, are each deflated. What does not differ costs a fraction of a bit. A file is read and written in parts
-of :data:`WORDS` words; the whole is never in memory.
+At small learning rates most bfloat16 weights do not change: after one step of Adam at 1e-6 about 2 % differ. The files
+are compared word by word (2 bytes for bfloat16, 4 for float32). The gaps between different words, and their exclusive
+or with the base, are deflated separately. An unchanged word costs a fraction of a bit. A file is read and written in
+parts of :data:`WORDS` words and is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from megaflow_hpc.rundir.weight_source import ADAPTER, DELTA, Delta, DeltaFile
 
 try:
     from isal.isal_zlib import compress as _compress
-except ImportError:  # no wheel for this processor: the same streams, slower
+except ImportError:  # no wheel for this processor: zlib writes the same streams, slower
     from zlib import compress as _compress
 
 WORDS = 2**23
-"""Words of a file compared at once: 16 MB in bfloat16."""
-WORTH = 4
-"""How many times smaller than the whole a delta must be; else the next one differs from a new whole version."""
+"""Number of words compared at once: 16 MB in bfloat16."""
+MIN_DELTA_FACTOR = 4
+"""Minimum factor by which a delta must be smaller than the whole. Otherwise a new whole version is written."""
 SUFFIX = ".delta"
 WIDTHS = {"BF16": 2, "F16": 2}
-"""Bytes of a word by the dtype of a file's first tensor, as safetensors names it; else 4."""
+"""Bytes of a word, by the dtype of a file's first tensor as safetensors names it. Other types have 4."""
 _HEADER = struct.Struct("<4I")
-"""Bytes of the gaps, of these deflated, words that differ, bytes of these deflated."""
+"""Bytes of the gaps, bytes of the deflated gaps, number of different words, bytes of the deflated words."""
 
 
 def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int, int] | None:
-    """Writes to the new directory ``folder`` how the model directory ``whole`` differs from ``base``.
+    """Writes the difference between the model directory ``whole`` and ``base`` to the new directory ``folder``.
 
     Args:
-        whole: what is to be published, with safetensors.
-        base: an earlier whole version of it, ``number``.
+        whole: The model directory to publish, with safetensors.
+        base: The earlier whole version ``number``.
 
     Returns:
-        Bytes of the tensors, and of what was written for them; ``None``, and nothing written, where the two do not have
-        the same files of the same sizes.
+        Size of the tensors in bytes, and size of the difference. ``None`` if the two directories do not have the same
+        files of the same sizes; then nothing is written.
     """
     names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
     sizes = {name: (whole / name).stat().st_size for name in names}
@@ -88,21 +88,22 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
 
 
 def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> bool:
-    """As :func:`write_delta`, where it is worth it (for no adapter); tells whether it is, and else writes nothing."""
+    """Calls :func:`write_delta` and keeps the result if it is small enough. Returns whether it was kept. Adapters are
+    never stored as deltas."""
     if (whole / ADAPTER).exists():
         return False
     found = write_delta(whole, base, number, folder)
-    if found is not None and found[0] >= WORTH * found[1]:
+    if found is not None and found[0] >= MIN_DELTA_FACTOR * found[1]:
         return True
     remove_tree(folder)
     return False
 
 
 def put_together(delta: Path, base: Path, whole: Path) -> Path:
-    """Makes the whole model directory ``whole`` of a version that is a delta; whole or not there.
+    """Restores the whole model directory ``whole`` from a delta version. It appears completely or not at all.
 
     Raises:
-        ConfigError: the base is not there, or what comes out is not what was published.
+        ConfigError: The base is missing, or the result differs from what was published.
     """
     if whole.is_dir():
         return whole
@@ -122,7 +123,7 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
                     to.write(part)
             if digest.hexdigest() != file.sha256:
                 raise ConfigError(
-                    f"{delta}: put together with {base}, {name} is not what was published (its SHA-256 differs)"
+                    f"{delta}: combined with {base}, {name} differs from what was published (its SHA-256 differs)"
                 )
         for path in delta.iterdir():
             if path.is_file() and path.name != DELTA and path.suffix != SUFFIX:
@@ -130,14 +131,14 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
         os.rename(staged, whole)
     except (OSError, ValueError, LookupError, TypeError, struct.error, zlib.error) as error:
         if not whole.is_dir():
-            raise ConfigError(f"{delta}: cannot be put together with {base}: {error}") from error
+            raise ConfigError(f"{delta}: cannot be combined with {base}: {error}") from error
     finally:
         remove_tree(staged, ignore_errors=True)
     return whole
 
 
 def _width(path: Path) -> int:
-    """Bytes of a word of a file: those of its first tensor's numbers."""
+    """Return the word size of a file in bytes, which is the size of its first tensor's numbers."""
     return next((WIDTHS.get(tensor.dtype, 4) for tensor in read_header(path).values()), 4)
 
 
@@ -146,7 +147,8 @@ def _words(data: bytes, word: int) -> NDArray[Any]:
 
 
 def _encode(new: bytes, old: bytes, word: int) -> bytes:
-    """A part as the gaps between words that differ, in bytes of which 255 means 255 more, and how these differ."""
+    """Encode a part: the gaps between different words as bytes (255 means 255 plus the next byte), and the differences.
+    Encode a part: the gaps between different words as bytes (255 means 255 plus the next byte), and the differences."""
     change = _words(new, word) ^ _words(old, word)
     at = np.flatnonzero(change)
     gaps = np.diff(at, prepend=-1) - 1
@@ -154,7 +156,7 @@ def _encode(new: bytes, old: bytes, word: int) -> bytes:
     ends = np.cumsum(full + 1)
     coded = np.full(int(ends[-1]) if len(ends) else 0, 255, np.uint8)
     coded[ends - 1] = gaps % 255
-    planes = change[at].view(np.uint8).reshape(-1, word).T.tobytes()  # high bytes are mostly alike
+    planes = change[at].view(np.uint8).reshape(-1, word).T.tobytes()  # high bytes are mostly equal
     packed = _compress(coded.tobytes(), 1), _compress(planes, 1)
     return _HEADER.pack(len(coded), len(packed[0]), len(at), len(packed[1])) + packed[0] + packed[1]
 

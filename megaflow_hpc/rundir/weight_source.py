@@ -1,4 +1,5 @@
-"""What a trainer may publish: a directory with weights that the engine of a policy's model can load."""
+"""Check directories that a trainer wants to publish: an engine must be able to load their weights for the policy's
+model."""
 
 from __future__ import annotations
 
@@ -17,48 +18,49 @@ from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
 
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
-"""A directory with this file is a LoRA adapter, as PEFT writes it."""
+"""File that marks a directory as a LoRA adapter in PEFT's format."""
 DELTA = "delta.json"
-"""A directory with this file holds what differs from another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
+"""File that marks a directory as the difference from another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
 LORA_RANK = 16
 """vLLM's default of ``max-lora-rank``."""
-SAME = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
-"""Keys of ``config.json`` in which a trained and a served model agree."""
-SMALL = 64 * 2**20
-"""Bytes up to which a file of the campaign's model (configuration, tokenizer) is copied to a version without it."""
+MATCHING_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
+"""Keys of ``config.json`` that must agree between a trained and a served model."""
+MAX_COPIED_BYTES = 64 * 2**20
+"""Maximum size of a file of the campaign's model (configuration, tokenizer) that is copied to a version that lacks it.
+Maximum size of a file of the campaign's model (configuration, tokenizer) that is copied to a version that lacks it."""
 
 
 class Adapter(msgspec.Struct):
     """The part of an adapter's configuration that decides whether an engine can load it."""
 
     r: int
-    """Its rank."""
+    """The adapter's rank."""
 
 
 class DeltaFile(msgspec.Struct):
-    """A file of tensors whose difference is stored."""
+    """A tensor file that is stored as a difference."""
 
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     word: int
-    """Bytes of one number."""
+    """Size of one number in bytes."""
     sha256: str
     """Digest of the whole file."""
 
 
 class Delta(msgspec.Struct):
-    """Content of :data:`DELTA`."""
+    """The content of :data:`DELTA`."""
 
     base: int
-    """Number of the version that the difference is relative to."""
+    """Number of the version to which the difference refers."""
     files: dict[str, DeltaFile]
 
 
 def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Returns the policy that weights are published for, and its model section.
+    """Returns the policy for which weights are published, and its model section.
 
     Raises:
-        ConfigError: No such policy, or its model is not one of ours.
+        ConfigError: There is no such policy, or its model is an external endpoint.
     """
     models = {name: entry.model for name, entry in read_run(run).policies.items() if entry.model}
     if policy is None and len(models) == 1:
@@ -68,22 +70,22 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
         said = f"no policy {policy!r} with a model" if policy else unnamed
         raise ConfigError(f"{run}: {said}; there are: {', '.join(sorted(models)) or 'none'}")
     if models[policy].get("engine") == "external":
-        raise ConfigError(f"{run}: policy {policy!r} is an external endpoint; its weights are not ours to change")
+        raise ConfigError(f"{run}: policy {policy!r} is an external endpoint, whose weights cannot be changed")
     return policy, models[policy]
 
 
 def check(source: Path, model: Mapping[str, Any]) -> None:
-    """Checks that a directory holds weights which the engine of a model section can load.
+    """Checks that a directory has weights which the engine of a model section can load.
 
     Raises:
-        ConfigError: It does not; the message says why.
+        ConfigError: It has not. The message says why.
     """
     if not source.is_dir():
-        raise ConfigError(f"{source}: is no directory; give the model directory that the trainer wrote")
+        raise ConfigError(f"{source}: not a directory; give the model directory that the trainer wrote")
     names = [path.name for path in source.iterdir()]
     if model.get("engine") == "scripted":
         if "script.yaml" not in names:
-            raise ConfigError(f"{source}: has no script.yaml, which is what a scripted engine's weights are")
+            raise ConfigError(f"{source}: has no script.yaml, which a scripted engine uses as weights")
     elif DELTA not in names and not any(name.endswith(TENSORS) for name in names):
         raise ConfigError(
             f"{source}: has no weights ({', '.join('*' + t for t in TENSORS)}); is it the right directory?"
@@ -95,12 +97,12 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def why_not_served(base: Path, served: Path) -> str:
-    """Returns why what is trained from ``base`` cannot be served in the place of ``served``; "" where nothing shows."""
+    """Returns why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
     if base == served:
         return ""
     ours, theirs = (_read(folder / "config.json") for folder in (base, served))
     others = "which the engines serve; train the model that is served (training.policies.*.base)"
-    for key in SAME if ours and theirs else ():
+    for key in MATCHING_KEYS if ours and theirs else ():
         if ours.get(key) != theirs.get(key):
             return f"{base}: {key} is {ours.get(key)!r}, and {theirs.get(key)!r} in {served}, {others}"
     words = [_read(folder / "tokenizer.json").get("model") for folder in (base, served)]
@@ -111,12 +113,13 @@ def why_not_served(base: Path, served: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file of a model directory; empty where there is none that can be read."""
+    """Read a JSON file of a model directory. Empty if it is missing or unreadable."""
     return try_read_json(path, dict[str, Any]) or {}
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
-    """Reads headers only. What an engine would find out costs its policy minutes of service."""
+    """Check tensors by their headers. If the engine found the error, the policy would be without service for minutes.
+    Check tensors by their headers. If the engine found the error, the policy would be without service for minutes."""
     found = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():
@@ -124,7 +127,7 @@ def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
     try:
         served = read_directory(base)
     except ConfigError:
-        return  # the engine has loaded it
+        return  # the engine has already loaded these weights
     if why := why_not_of(found, served):
         raise ConfigError(f"{source}: {why} ({base}); publish weights of the policy's own model")
 
@@ -133,7 +136,8 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
     options = {str(k).replace("_", "-"): v for k, v in (model.get("args") or {}).items()}
     if model.get("engine") != "vllm" or not options.get("enable-lora"):
         raise ConfigError(
-            f"{source}: is a LoRA adapter, and the campaign's engine was not started for them: it needs engine vllm "
+            f"{source}: is a LoRA adapter, but the campaign's engine was not started for adapters: it needs engine "
+            f"vllm "
             "with args: {enable-lora: true, max-lora-rank: …}; or merge it into the model and publish that"
         )
     try:
@@ -141,25 +145,32 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source / ADAPTER}: the rank 'r' is missing or invalid: {error}") from None
     if rank > (most := int(options.get("max-lora-rank") or LORA_RANK)):
-        raise ConfigError(f"{source}: is of rank {rank}, and the engine takes {most} (args: {{max-lora-rank: …}})")
+        raise ConfigError(
+            f"{source}: has rank {rank}, but the engine takes at most {most} (args: {{max-lora-rank: …}})"
+        )
 
 
 def base_of(folder: Path) -> int | None:
-    """Returns the number of the version that a version is the difference to; ``None`` for a whole one."""
+    """Returns the number of the version to which a delta refers. ``None`` for a whole version."""
     try:
         return read_json(folder / DELTA, Delta).base
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / DELTA}: cannot be read ({error}); publish the version again, whole") from None
+        raise ConfigError(f"{folder / DELTA}: cannot be read ({error}); publish the version again as a whole") from None
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:
-    """Adds what beside tensors the campaign's model has and this version lacks; engines start from a version too."""
+    """Adds the campaign model's other files that this version lacks, since engines may also start from a version."""
     base = Path(str(model.get("path") or ""))
     if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
         return
     for path in base.iterdir():
         tensors = path.name.endswith((*TENSORS, ".index.json"))
-        if path.is_file() and not tensors and path.stat().st_size <= SMALL and not (staged / path.name).exists():
+        if (
+            path.is_file()
+            and not tensors
+            and path.stat().st_size <= MAX_COPIED_BYTES
+            and not (staged / path.name).exists()
+        ):
             shutil.copyfile(path, staged / path.name)

@@ -1,24 +1,25 @@
-"""Versions of a policy's weights in a run directory: a trainer publishes them, model servers notice and load them.
+"""Versions of a policy's weights in a run directory. A trainer publishes them; model servers notice and load them.
 
 ::
 
     RUN/weights/
-      current.<policy>.json   {"version": 3, "ordinal": 2, "policy": …}: what shall be served now
-      3/                      a whole model directory, as the engine reads it, and megaflow-weights.json
-      4/                      or a LoRA adapter (adapter_config.json) on the campaign's own model
-      5/                      or what differs from an earlier version (delta.json); see weight_delta
-      1/megaflow-weights.json all that is left of a version that was removed; its number is never given again
+      current.<policy>.json   {"version": 3, "ordinal": 2, "policy": …}: the version to serve now
+      3/                      a whole model directory in the engine's format, and megaflow-weights.json
+      4/                      or a LoRA adapter (adapter_config.json) for the campaign's own model
+      5/                      or the difference from an earlier version (delta.json); see weight_delta
+      1/megaflow-weights.json the rest of a removed version; its number is never used again
 
-A version is complete before it can be seen: its files are written and fsynced beside it, one rename makes it number
-``n``, another moves the pointer. *Numbers* are positive and grow, over all policies of a run together; version 0 is
-the model of the campaign file. *Ordinals* count the versions of one policy, 0 the campaign's model, then 1, 2, …:
-staleness is a difference of them. A *token* (a trainer's step) says which publishing this is: the same one again gives
-the version that is there.
+A version is complete before it becomes visible. Its files are written and fsynced in a hidden directory. One rename
+gives it the number ``n``, another moves the pointer. *Numbers* are positive and grow, across all policies of a run.
+Version 0 is the model of the campaign file. *Ordinals* count the versions of one policy: 0 is the campaign's model,
+then 1, 2, … Staleness is a difference of ordinals. A *token* (a trainer's step) identifies one act of publishing.
+Publishing with the same token again returns the existing version.
 
-Publishers may run at the same time, on several nodes, and die at any instant. The rename decides: only one can win a
-number, and whoever wins ``n`` has read all below it, so that the ordinal and the token among its files are right
-without a lock. The pointer ends at the highest number whoever writes last; one that a dead publisher did not move is
-moved by the next. A publisher that dies leaves a hidden directory that nobody reads and the next one removes.
+Publishers may run at the same time on several nodes, and be killed at any instant. The rename decides, since only one
+publisher can win a number. The winner of ``n`` has read all lower versions, so the ordinal and token in its files are
+correct without a lock. The pointer ends at the highest number, whichever publisher writes last. If a publisher was
+killed before moving it, the next one does. A killed publisher leaves a hidden directory. No process reads it, and the
+next publisher removes it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
 
 ABOUT = "megaflow-weights.json"
-LEFTOVER_S = 86_400.0
-"""Age in seconds at which what a publisher on another node left is removed; a large model is copied in far less."""
+STALE_PUBLISHER_S = 86_400.0
+"""Age in seconds at which files of a killed publisher on another node are removed. Copying a large model takes far
+less."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,20 @@ class Version:
 
     version: int = 0
     path: str = ""
-    """Its directory; empty where its files were removed."""
+    """Directory of the version. Empty if its files were removed."""
     policy: str = ""
     published_at: float = 0.0
     """Seconds UTC."""
     ordinal: int = 0
-    """How many versions of its policy were published with it."""
+    """Position among the versions of its policy, from 1. 0 is the campaign's model."""
     token: str = ""
-    """What its publisher called this publishing."""
+    """The publisher's name for this act of publishing."""
     digest: str = ""
-    """What its publisher said of its content."""
+    """The publisher's digest of the content."""
 
     @property
     def adapter(self) -> bool:
-        """Whether it is a LoRA adapter on the campaign's own model."""
+        """True if it is a LoRA adapter for the campaign's own model."""
         return bool(self.path) and (Path(self.path) / ADAPTER).is_file()
 
 
@@ -80,7 +82,7 @@ class Pointer(msgspec.Struct):
     """``None`` in files of earlier versions of the package."""
 
 
-class About(msgspec.Struct, kw_only=True):
+class VersionRecord(msgspec.Struct, kw_only=True):
     """The record in a version's directory."""
 
     policy: str
@@ -99,10 +101,10 @@ class About(msgspec.Struct, kw_only=True):
 
 
 def current(run: RunDir, policy: str) -> Version:
-    """Returns the version to serve now; one open and read, also where the file system caches attributes.
+    """Returns the version to serve now. It takes one open and one read, so cached attributes do no harm.
 
     Raises:
-        OSError: the run directory cannot be read now; that says nothing of the version.
+        OSError: The run directory cannot be read now. The version is then unknown.
     """
     try:
         pointer = read_json(_pointer(run, policy), Pointer)
@@ -111,17 +113,17 @@ def current(run: RunDir, policy: str) -> Version:
     ordinal = pointer.ordinal
     if ordinal is None:
         ordinal = ordinals(run, policy).get(pointer.version, 0)
-    # A run directory may have been moved since: the number says where the files are.
+    # The run directory may have been moved, so derive the path from the number.
     return Version(pointer.version, str(run.weights / str(pointer.version)), policy, ordinal=ordinal)
 
 
 def newest(run: RunDir, policy: str) -> Version:
-    """Returns the highest version of a policy: what the pointer names but for instants, and for publishers that died.
+    """Returns the highest version of a policy. The pointer lags behind it briefly, or longer if a publisher was killed.
 
-    It lists ``RUN/weights`` and reads a small file of each version above it.
+    It lists ``RUN/weights`` and reads a small file for each version above the pointer's.
 
     Raises:
-        OSError: the run directory cannot be read now.
+        OSError: The run directory cannot be read now.
     """
     numbers = _numbers(run)
     for number in reversed(numbers):
@@ -133,18 +135,18 @@ def newest(run: RunDir, policy: str) -> Version:
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
-    """Returns every version whose files are there, of one policy or of all, oldest first."""
+    """Returns every version that still has its files, of one policy or of all, oldest first."""
     return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
 
 
 def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -> dict[int, int]:
-    """Returns the ordinal of each version of a policy by number, 0 for 0, of removed versions too.
+    """Returns the ordinal of each version of a policy by number, including removed versions. Version 0 has ordinal 0.
 
     Args:
-        known: what an earlier call returned; only what was published since is read, a small file each.
+        known: Result of an earlier call. Only newer versions are read, with a small file each.
 
     Raises:
-        OSError: the run directory cannot be read now.
+        OSError: The run directory cannot be read now.
     """
     found = {0: 0, **(known or {})}
     newest = max(found)
@@ -164,24 +166,23 @@ def publish(
     digest: str = "",
     delta: bool = False,
 ) -> Version:
-    """Publishes the model directory ``source`` as the policy's next version; its servers load it.
+    """Publishes the model directory ``source`` as the policy's next version. Its servers will load it.
 
     Args:
         run: The campaign's run directory.
-        source: Weights as the engine reads them (for most a Hugging Face directory with safetensors). What it lacks of
-            the campaign's model beside tensors (configuration, tokenizer, chat template) is added to the copy. Or a
-            LoRA adapter, where the engine was started for them (``args: {enable-lora: true}`` of vLLM).
-        policy: Which model; may be left out where there is one.
-        move: Rename the directory instead of copying it; it must be on the run directory's file system.
+        source: Weights in the engine's format, usually a Hugging Face directory with safetensors. Other files of the
+            campaign's model that it lacks (configuration, tokenizer, chat template) are added to the copy. It may also
+            be a LoRA adapter, if the engine was started for adapters (``args: {enable-lora: true}`` for vLLM).
+        policy: The policy whose model this is. May be omitted if there is only one.
+        move: Rename the directory instead of copying it. It must be on the run directory's file system.
         keep: Remove all but this many of the policy's newest versions.
-        token: Names this publishing, such as ``step-000012``. Where the policy has a version of that token, that one is
-            returned and ``source`` is not looked at.
-        digest: Names the content, where the publisher knows it. Kept, and compared where a token comes again.
-        delta: Write what differs from the policy's last whole version, where that is small; ``source`` stays.
+        token: Name of this act of publishing, such as ``step-000012``. If the policy has a version with this token,
+            that version is returned and ``source`` is ignored.
+        digest: Digest of the content, if the publisher knows it. It is stored, and compared if the token is used again.
+        delta: Write only the difference from the policy's last whole version, if it is small. ``source`` is kept.
 
     Raises:
-        ConfigError: No such policy, ``source`` is no directory with weights, or ``token`` was published with another
-            digest.
+        ConfigError: There is no such policy, ``source`` has no weights, or ``token`` was published with another digest.
     """
     source = Path(source)
     policy, model = policy_of(run, policy)
@@ -197,7 +198,7 @@ def publish(
 
 
 def point(run: RunDir, policy: str) -> Version:
-    """Moves the pointer to the policy's highest version; repeats until no higher one was published meanwhile."""
+    """Moves the pointer to the policy's highest version. Repeats if a higher one was published in the meantime."""
     written = None
     while written != (found := newest(run, policy)):
         write_json(_pointer(run, policy), asdict(found))
@@ -206,9 +207,9 @@ def point(run: RunDir, policy: str) -> Version:
 
 
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
-    """Removes all but the ``keep`` newest versions of a policy; returns their numbers.
+    """Removes all but the ``keep`` newest versions of a policy. Returns the removed numbers.
 
-    The current one stays, and so do those from which kept ones that are deltas are put together.
+    The current version stays, and so do the base versions of remaining deltas.
     """
     found = versions(run, policy)
     kept = [current(run, policy), *found[-max(1, keep) :]]
@@ -216,7 +217,7 @@ def prune(run: RunDir, policy: str, keep: int) -> list[int]:
     old = [v.version for v in found if v.version not in needed]
     for number in old:
         (run.weights / f".removing.{number}").touch(mode=0o600)
-    for mark in run.weights.glob(".removing.*"):  # also those of one who died meanwhile
+    for mark in run.weights.glob(".removing.*"):  # including those of publishers that were killed
         if (name := mark.name.removeprefix(".removing.")).isdecimal():
             _empty(run.weights / name)
         remove_tree(mark, ignore_errors=True)
@@ -237,16 +238,17 @@ def _numbers(run: RunDir) -> list[int]:
         return []
 
 
-def _about(folder: Path) -> About | None:
-    """Returns the record of a version's directory; ``None`` if it is not a version. Raises OSError."""
+def _about(folder: Path) -> VersionRecord | None:
+    """Return the record of a version's directory. ``None`` if it is not a version. Raises OSError."""
     try:
-        return read_json(folder / ABOUT, About)
+        return read_json(folder / ABOUT, VersionRecord)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
 def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | None = None) -> list[Version]:
-    """Returns the versions of some numbers, removed ones too. ``counted``: ordinals of each policy before them."""
+    """Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before them.
+    Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before them."""
     found, last = [], dict(counted or {})
     for number in numbers:
         folder = run.weights / str(number)
@@ -260,7 +262,7 @@ def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | N
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
-    """Returns the version of a token.
+    """Return the version with a token.
 
     Raises:
         ConfigError: It was published with another digest.
@@ -270,7 +272,7 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
             if digest and version.digest and digest != version.digest:
                 raise ConfigError(
                     f"token {token!r} of policy {policy!r}: published as version {version.version} with digest "
-                    f"{version.digest}, not {digest}; publish other weights under a token of their own"
+                    f"{version.digest}, not {digest}; publish other weights with a different token"
                 )
             return version
     return None
@@ -280,13 +282,14 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
 
 
 def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool, delta: bool) -> Version:
-    """Stages a new version and gives it the next number; returns it, or who was faster under its token."""
+    """Stage a new version and give it the next number. Returns it, or the version that another process published first
+    with the same token."""
     place = _place()
     staged = run.weights / f".publishing.{place}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
         small = False
         if delta and (wholes := [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None]):
-            from megaflow_hpc.rundir.weight_delta import write_small_delta  # numpy, which readers do without
+            from megaflow_hpc.rundir.weight_delta import write_small_delta  # imports numpy, which readers do not need
 
             small = write_small_delta(source, Path(wholes[-1].path), wholes[-1].version, staged)
         if move and not small:
@@ -305,9 +308,9 @@ def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
-    """Renames to the first free number: onto a directory that has files a rename fails, so each number is won once.
+    """Rename to the first free number. A rename onto a non-empty directory fails, so each number is won once.
 
-    As no version ever vanishes, who wins ``n`` knows all versions below: the ordinal written before was right.
+    Versions never vanish, so the winner of ``n`` knows all lower versions. The ordinal that it wrote before is correct.
     """
     numbers = _numbers(run)
     below = _history(run, numbers)
@@ -318,7 +321,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
         ordinal = max((version.ordinal for version in below if version.policy == new.policy), default=0) + 1
         folder = run.weights / str(number)
         new = replace(new, version=number, path=str(folder), ordinal=ordinal)
-        about = About(
+        about = VersionRecord(
             policy=new.policy,
             published_at=new.published_at,
             ordinal=new.ordinal,
@@ -332,7 +335,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
             os.rename(staged, folder)
         except OSError:
             taken = _about(folder)
-            if taken is None or taken.staged != staged.name:  # else a network file system repeated the request
+            if taken is None or taken.staged != staged.name:  # otherwise a network file system repeated our own request
                 if not folder.exists():
                     raise
                 below += _history(run, [number], {new.policy: ordinal - 1})
@@ -343,7 +346,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
 
 
 def _empty(folder: Path) -> None:
-    """Removes a version's files; its number and what is known of it stay, so that no ordinal ever changes."""
+    """Remove a version's files. Its number and record stay, so ordinals never change."""
     about = _about(folder)
     if about is None:
         return
@@ -351,23 +354,23 @@ def _empty(folder: Path) -> None:
         about.removed = True
         write_record(folder / ABOUT, about)
     for name in os.listdir(folder):
-        if ABOUT not in name:  # nor what another one is about to rename to it
+        if ABOUT not in name:  # nor a record that another process is about to rename to it
             remove_tree(folder / name, ignore_errors=True)
 
 
 def _place() -> str:
-    """Names this boot of this node and its process namespace, within which pids mean something."""
+    """Return a name of this node's boot and process namespace, within which pids are unique."""
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 
 def _sweep(run: RunDir, place: str) -> None:
-    """Removes what publishers that died left."""
+    """Remove the files of killed publishers."""
     for path in run.weights.glob(".publishing.*"):
         where, process = [*path.name.split("."), "", ""][2:4]
         identity = Identity.parse(process) if where == place else None
         try:
             died = identity is not None and not identity.alive()
-            if died or time.time() - path.stat().st_mtime > LEFTOVER_S:
+            if died or time.time() - path.stat().st_mtime > STALE_PUBLISHER_S:
                 remove_tree(path, ignore_errors=True)
         except FileNotFoundError:
             continue

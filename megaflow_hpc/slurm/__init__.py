@@ -1,5 +1,5 @@
-"""Slurm: batch scripts, arrays, submission through submitit, limits, accounting and what the site has.
+"""Slurm: batch scripts, job arrays, submission through submitit, limits, accounting and site queries.
 
-In come a campaign file and a run directory; out come the text of scripts (``script``, a pure function), job ids, states
-and limits. Whatever a Slurm command prints is parsed here. The CLI and ``campaign`` call this room.
+The inputs are a campaign file and a run directory. The outputs are script texts (``script`` is a pure function), job
+ids, job states and limits. All output of Slurm commands is parsed in this room. The CLI and ``campaign`` call it.
 """

@@ -1,5 +1,7 @@
-"""States of jobs, by one squeue query for all of a campaign's jobs (one for each cluster that has any of them), and
-sacct for those it has forgotten."""
+"""Read job states with one squeue query per cluster for all jobs of a campaign.
+
+Jobs that squeue has forgotten are looked up with sacct.
+"""
 
 from __future__ import annotations
 
@@ -17,44 +19,45 @@ LIVE = frozenset(
 )
 
 UNLAUNCHED = "launch failed requeued held"
-"""Slurm's code for a job that a node could not start: a failed prolog, a slurmd that did not answer."""
+"""Slurm's reason for a job that a node could not start, such as a failed prolog or a silent slurmd."""
 
 _FIELDS = "%i|%T|%S|%N|%r"
-"""The reason is last: it may be an administrator's own words."""
+"""The reason comes last because it may be an administrator's free text."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """One array element (``<job>_<element>``) or plain job."""
+    """State of one array element (``<job>_<element>``) or of a plain job."""
 
     id: str
     state: str
     reason: str = ""
-    """Slurm's code for why it waits (:mod:`.reasons`)."""
+    """Slurm's code for why the job waits (:mod:`.reasons`)."""
     node: str = ""
     starts_at: float | None = None
-    """When Slurm expects one that waits to start, in seconds UTC; ``None``: it does not say."""
+    """Expected start of a waiting job, in seconds UTC. ``None`` if Slurm gives no estimate."""
 
     @property
     def live(self) -> bool:
-        """Whether the job waits, runs, or is being requeued."""
+        """Returns whether the job waits, runs, or is being requeued."""
         return self.state in LIVE
 
     @property
     def held(self) -> bool:
-        """Whether it waits for a release, from the beginning or after a requeue."""
+        """Returns whether the job is held and waits for a release, before its first start or after a requeue."""
         return self.state == "REQUEUE_HOLD" or (self.state == "PENDING" and "held" in self.reason.lower())
 
     @property
     def unlaunched(self) -> bool:
-        """Whether Slurm holds it because it could not launch it on the node that it was given."""
+        """Returns whether Slurm holds the job because its node could not launch it."""
         return self.held and self.reason.lower().replace("_", " ") == UNLAUNCHED
 
 
 def expand(job_id: str) -> list[str]:
-    """Returns the elements of an id as squeue prints it.
+    """Returns the array elements of an id as squeue prints it.
 
-    ``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``; ``7+1`` (a part of a heterogeneous job) → ``7``; others stay as they are.
+    ``7_[0-2,5%3]`` → ``7_0 7_1 7_2 7_5``. ``7+1`` (a component of a heterogeneous job) → ``7``. Other ids are returned
+    unchanged.
     """
     job_id = job_id.partition("+")[0]
     match = re.fullmatch(r"(\d+)_\[([\d,\-:]+)(?:%\d+)?\]", job_id)
@@ -69,17 +72,17 @@ def expand(job_id: str) -> list[str]:
 
 
 def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """Returns what squeue still knows of these jobs, by element.
+    """Returns the jobs that squeue still knows, by element.
 
     Raises:
-        SiteError: A controller does not answer; the caller must not conclude that the jobs are gone.
+        SiteError: A controller does not answer. The caller must not conclude that the jobs have ended.
     """
     found: dict[str, JobState] = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
             output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", _FIELDS, epoch=True)
         except SiteError as error:
-            if "Invalid job id" in str(error):  # every one of them is forgotten
+            if "Invalid job id" in str(error):  # squeue has forgotten all of these jobs
                 continue
             raise
         for line in output.splitlines():
@@ -87,13 +90,15 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
             starts_at = float(start) if state == "PENDING" and start.isdecimal() else None
             for number in expand(job_id):
                 element = named(number, cluster)
-                if not (element in found and found[element].live):  # a heterogeneous job lives while a part of it does
+                if not (
+                    element in found and found[element].live
+                ):  # a heterogeneous job is alive while any of its components is
                     found[element] = JobState(element, state, reason, node, starts_at)
     return found
 
 
 def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """Returns what accounting says of these jobs, by element; empty on a site without accounting."""
+    """Returns the jobs' states from accounting, by element. The result is empty on a site without accounting."""
     found = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:

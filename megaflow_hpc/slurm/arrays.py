@@ -1,13 +1,14 @@
-"""The Slurm jobs of one run: cut to what the site allows, queued, written down, and found again.
+"""Create, submit, record and find the Slurm jobs of one run, within the limits of the site.
 
 ::
 
     RUN/ledger/jobs/<array>.json     one submission: its role, id and elements
-    RUN/ledger/leaving/<pod>         this element shall drain and not be requeued
+    RUN/ledger/leaving/<pod>         this element shall drain and must not be requeued
 
-One campaign may be many arrays (MaxArraySize, several pools, ``scale``): they share name and comment, and pods need to
-know nothing of each other's array. A submission is written down at once by a file of its own, so two processes that
-submit do not overwrite each other's; what a killed process had queued and not written down is known by its comment.
+A campaign may consist of several arrays (because of MaxArraySize, pools or ``scale``). They share a name and a comment,
+and a pod needs no knowledge of other arrays. Each submission is recorded at once in a file of its own, so two
+processes that submit do not overwrite each other's records. If a process was killed between submitting and recording,
+its jobs are found by their comment.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 def server_jobs(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: Allowance
 ) -> Iterator[Job]:
-    """Yields the engine arrays, each of a part of one group."""
+    """Yields the engine arrays. Each covers a part of one server group."""
     for group in groups:
         first, largest, cpus = group.first, allowed.array_size - 1, cpus_per_gpu(config, run, group)
         for size in chunks(group.count, allowed.array_size):
@@ -49,34 +50,36 @@ def server_jobs(
             first += size
 
 
-_OF_CPUS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
-"""sbatch options by which a campaign itself says how many CPUs its servers get."""
+_CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
+"""sbatch options with which a campaign sets its servers' CPUs itself."""
 
 
 def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
-    """Returns the CPUs for each GPU that servers get unasked; ``None``: Slurm's default."""
+    """Returns the default number of CPUs per GPU for servers. ``None`` leaves it to the campaign or to Slurm."""
     servers = config.slurm.servers
     said = {**config.slurm.extra, **servers.extra}
     if servers.cpus_per_gpu or not group.gpus:
         return None
-    return _share(said, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n))
+    return _default_cpus_per_gpu(
+        said, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n)
+    )
 
 
 def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
-    """Yields the trainers of a campaign, one for each policy that learns, or of those named."""
+    """Yields one trainer job for each learning policy, or for each of the given policies."""
     trainer = config.slurm.trainer
     cpus = None
     if config.training and trainer.gpus and not (trainer.cpus_per_gpu or config.slurm.servers.cpus_per_gpu):
         said = {**config.slurm.extra, **trainer.extra}
-        cpus = _share(said, lambda n: trainer_job(config, run, "any", n))
+        cpus = _default_cpus_per_gpu(said, lambda n: trainer_job(config, run, "any", n))
     for policy in config.training.policies if config.training else ():
         if policies is None or policy in policies:
             yield timed(trainer_job(config, run, policy, cpus))
 
 
-def _share(said: Collection[str], job: Callable[[int | None], Job]) -> int | None:
-    """CPUs for each GPU where neither the campaign nor Slurm says how many, as far as limits allow them."""
-    if {option_name(name) for name in said} & _OF_CPUS or not site.has_slurm():
+def _default_cpus_per_gpu(said: Collection[str], job: Callable[[int | None], Job]) -> int | None:
+    """Returns the default CPUs per GPU, or ``None`` if the campaign or Slurm sets it or limits forbid the default."""
+    if {option_name(name) for name in said} & _CPU_OPTIONS or not site.has_slurm():
         return None
     partition = job(None).options.get("partition")
     try:
@@ -91,11 +94,11 @@ def _share(said: Collection[str], job: Callable[[int | None], Job]) -> int | Non
 
 
 GATHER_S = 3600.0
-"""Walltime of the gather job where neither the campaign nor a limit says another."""
+"""Walltime of the gather job if neither the campaign nor a limit sets it."""
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
-    """Returns the gather job; one that states no walltime gets an hour, or as much of it as the site allows."""
+    """Returns the gather job. Without a configured walltime it gets an hour, or less if the site allows less."""
     return timed(script.gather_job(config, run, dependency, servers), GATHER_S)
 
 
@@ -106,17 +109,16 @@ def pod_jobs(
     count: int | None = None,
     dependency: str | None = None,
     engines: int = 0,
-    beside: Sequence[Amounts] = (),
+    server_amounts: Sequence[Amounts] = (),
 ) -> Iterator[Job]:
-    """Yields the pod arrays of all pools at this cluster.
+    """Yields the pod arrays of all pools on this cluster.
 
-    Where limits let few jobs run at once, the arrays are throttled so that no pod takes the place of an engine that is
-    requeued.
+    If limits allow few jobs at once, the arrays are throttled so that pods do not take the place of a requeued engine.
 
     Args:
-        count: Elements in all. Default: as many as the campaign asks for.
-        engines: Number of engine servers that must be able to run beside the pods.
-        beside: What each of these servers asks for.
+        count: Total number of elements. Default: as many as the campaign asks for.
+        engines: Number of engine servers that must be able to run at the same time as the pods.
+        server_amounts: Resources that each of these servers requests.
     """
     pods = config.slurm.pods
     left = pods.here if count is None else count
@@ -125,7 +127,7 @@ def pod_jobs(
         sizes = chunks(min(size, left), allowed.array_size)
         left -= sum(sizes)
         most = [] if allowed.running is None else [allowed.running - engines]
-        if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), beside):
+        if fit := at_once(allowed.caps, asked(pod_job(config, run, 1, pool=pool).options), server_amounts):
             most.append(fit[0])
         throttle = max(1, min(most)) if most else None
         for elements in sizes:
@@ -136,10 +138,10 @@ def pod_jobs(
 def pod_jobs_elsewhere(
     config: CampaignConfig, run: RunDir, array_size: Callable[[str], int] = site.max_array_size
 ) -> Iterator[Job]:
-    """Yields the pod arrays of pools at other clusters, whose limits are enforced there.
+    """Yields the pod arrays of pools on other clusters. Those clusters enforce their own limits.
 
     Args:
-        array_size: Returns a cluster's MaxArraySize.
+        array_size: Returns the MaxArraySize of a cluster.
     """
     for pool in config.slurm.pods.pools:
         for elements in chunks(pool.count, array_size(pool.cluster)) if pool.cluster else ():
@@ -147,17 +149,17 @@ def pod_jobs_elsewhere(
 
 
 class Arrays:
-    """The submissions of one run.
+    """Manages the submissions of one run.
 
     Args:
-        recorded: Submissions in ``run.json``, where an earlier version kept them.
+        recorded: Submissions from ``run.json``, where earlier versions stored them.
     """
 
     def __init__(self, run: RunDir, recorded: Sequence[JobRecord] = ()) -> None:
         self.run = run
         self._recorded = list(recorded)
         self.handles: list[ArrayJob] = []
-        """submitit's handles of what this process has submitted."""
+        """submitit's handles of the jobs that this process submitted."""
 
     def queue(self, job: Job) -> list[str]:
         """Submits one array and returns its elements' ids.
@@ -178,16 +180,17 @@ class Arrays:
         write_json(self.run.jobs / f"{array}.json", msgspec.to_builtins(record))
 
     def records(self) -> list[JobRecord]:
-        """Returns every submission that was written down, in order of their ids."""
+        """Returns every recorded submission, ordered by id."""
         found = {record.id: record for record in self._recorded} | read_jobs(self.run)
         return sorted(found.values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns the ids of every submission, or of those of one role."""
+        """Returns the ids of all submissions, or of those with the given role."""
         return [record.id for record in self.records() if role in (None, record.role)]
 
     def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
-        """Records jobs with this run's comment that a killed process had queued and not recorded.
+        """Records this run's jobs that a killed process had submitted but not recorded. They are found by their
+        comment.
 
         Raises:
             SiteError: The controller does not answer.
@@ -196,20 +199,20 @@ class Arrays:
         for cluster in clusters:
             output = site.ask("squeue", *on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
             for line in output.splitlines():
-                element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 of a heterogeneous job
+                element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
                 if comment == self.run.path.name and array not in known:
                     known.add(array)
                     self._record(array, _role(self.run, array), None)
 
     def leave(self, pod: str) -> None:
-        """Asks a running element to drain, and not to be requeued."""
+        """Asks a running element to drain. It is not requeued afterwards."""
         Marks(self.run).leave(pod)
         scancel([pod], "--batch", "--signal=USR2")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Lets one process of this user at a time change the number of jobs, as far as the file system can lock."""
+        """Locks the number of jobs against this user's other processes, as far as the file system supports locks."""
         with contextlib.ExitStack() as lock:
             with contextlib.suppress(OSError):
                 lock.enter_context(locked(self.run.ledger / "jobs.lock"))
@@ -217,7 +220,7 @@ class Arrays:
 
 
 def _role(run: RunDir, array: str) -> str:
-    """What a job is for, by the log that its script names."""
+    """Returns a job's role, which is derived from its log path."""
     log = site.ask("scontrol", *on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:

@@ -1,11 +1,11 @@
-"""What jobs held and used, by one sacct query for all of a run's jobs (one for each cluster that has any of them).
+"""Read what jobs requested and used, with one sacct query per cluster for all jobs of a run.
 
 ::
 
-    RUN/ledger/accounting.json     what was said of jobs that are final, by job or array
+    RUN/ledger/accounting.json     cached accounting of final jobs, by job or array
 
-A job is final some minutes after its last element has ended: nothing is asked of it again, so a report every minute
-asks for what still runs. Whoever cannot write the file asks for all.
+A job is final some minutes after its last element has ended. Final jobs are not queried again, so a report that runs
+every minute only queries live jobs. A process that cannot write the cache queries all jobs.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from megaflow_hpc.slurm.accounting import LIVE
 from megaflow_hpc.slurm.ids import array_of, by_cluster, named, on
 from megaflow_hpc.slurm.site import ask
 
-SETTLED_S = 300.0
-"""Seconds after a job's end in which slurmdbd may still hear of it, or somebody may requeue it."""
+ACCOUNTING_DELAY_S = 300.0
+"""Seconds after a job's end in which slurmdbd may still get updates or a user may requeue the job."""
 FIELDS = "JobID,State,Start,End,AllocCPUS,TotalCPU,AllocTRES,TRESUsageInTot"
 
 
 @dataclass(frozen=True)
-class Use:
-    """One start of one element, and what it held; seconds UTC."""
+class JobUse:
+    """One start of one element, with its allocation. Times are in seconds UTC."""
 
     id: str
     started_at: float
     ended_at: float | None
-    """``None`` while it runs."""
+    """``None`` while the job runs."""
     cores: int
     gpus: int
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """One start of one element: what it held, and how much of that it used."""
+    """Allocation and actual use of one start of one element."""
 
-    use: Use
+    use: JobUse
     state: str
     cpu_s: float
-    """CPU time of all its processes; 0 until its first step has ended."""
+    """CPU time of all processes. 0 until the first step has ended."""
     memory_asked_mb: float | None
     memory_peak_mb: float | None
-    """The most that one of its steps used, over all its tasks; ``None`` where Slurm does not gather it."""
+    """Highest use of any one step, summed over its tasks. ``None`` if Slurm does not record it."""
 
 
-Known = dict[str, list[Efficiency]]
-"""By job or array."""
+StartsByJob = dict[str, list[Efficiency]]
+"""Starts by job or array."""
 
 
 def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Efficiency]:
-    """Returns what ``seff`` would say of every start of every element.
+    """Returns the same figures as ``seff`` for every start of every element.
 
     Args:
-        kept: file in which what is final is kept; without one all jobs are asked for.
+        kept: Cache file for final jobs. Without it all jobs are queried.
 
     Raises:
-        SiteError: There is no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not answer.
     """
     job_ids, known = list(job_ids), _read(kept)
-    found: Known = {}
-    final: Known = {}
+    found: StartsByJob = {}
+    final: StartsByJob = {}
     for cluster, numbers in by_cluster(job for job in job_ids if job not in known).items():
         said, open_ = _asked(cluster, numbers)
         found |= said
@@ -82,16 +82,16 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
     return [start for job in job_ids for start in every.get(job, ())]
 
 
-def _asked(cluster: str, numbers: Iterable[str]) -> tuple[Known, set[str]]:
-    """What accounting says of jobs of one cluster, and those of them of which it may say more."""
+def _asked(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
+    """Query one cluster. Returns the starts by job, and the jobs that are not final yet."""
     output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
-    found: Known = {}
+    found: StartsByJob = {}
     open_: set[str] = set()
-    settled = time.time() - SETTLED_S
+    settled = time.time() - ACCOUNTING_DELAY_S
     for job_id, state, start, end, cores, cpu, held, used in (line.split("|", 7) for line in output.splitlines()):
         array = array_of(named(job_id.partition(".")[0].partition("+")[0], cluster))
         starts = found.setdefault(array, [])
-        if "." in job_id:  # a step, which comes behind its job
+        if "." in job_id:  # a step, which follows its job in the output
             peak = _megabytes(used)
             if peak is not None and starts and starts[-1].use.id == named(job_id.partition(".")[0], cluster):
                 starts[-1] = replace(starts[-1], memory_peak_mb=max(peak, starts[-1].memory_peak_mb or 0.0))
@@ -102,23 +102,23 @@ def _asked(cluster: str, numbers: Iterable[str]) -> tuple[Known, set[str]]:
         if start.isdigit():
             gpus = re.search(r"\bgres/gpu=(\d+)", held)
             count = int(gpus[1]) if gpus else 0
-            use = Use(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
+            use = JobUse(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
             starts.append(Efficiency(use, state.split(" ")[0], _duration_s(cpu), _megabytes(held), None))
     return found, open_
 
 
-def _read(kept: Path | None) -> Known:
-    """What is kept; nothing of a file that is missing or damaged."""
+def _read(kept: Path | None) -> StartsByJob:
+    """Read the cache. A missing or damaged file counts as empty."""
     if kept is None:
         return {}
     try:
-        return msgspec.json.decode(kept.read_bytes(), type=Known)
+        return msgspec.json.decode(kept.read_bytes(), type=StartsByJob)
     except (OSError, ValueError):
         return {}
 
 
 def _duration_s(text: str) -> float:
-    """Seconds of ``[days-][hours:]minutes:seconds[.fraction]``; 0 of anything else."""
+    """Parse ``[days-][hours:]minutes:seconds[.fraction]``. Any other text gives 0."""
     days, _, rest = text.rpartition("-")
     try:
         seconds = float(days or 0) * 86400
@@ -130,6 +130,6 @@ def _duration_s(text: str) -> float:
 
 
 def _megabytes(resources: str) -> float | None:
-    """The memory among trackable resources, ``…,mem=4000M,…``, in MiB; bytes have no unit."""
+    """Return the memory in a TRES list such as ``…,mem=4000M,…``, in MiB. A number without a unit is in bytes."""
     match = re.search(r"\bmem=([\d.]+)([KMGTP]?)", resources)
     return float(match[1]) * 1024.0 ** ("KMGTP".find(match[2]) - 1 if match[2] else -2) if match else None

@@ -1,8 +1,8 @@
-"""Whether a partition can ever run a job: the walltime it allows, its number of nodes, and what one node has; and the
-walltime of jobs for which nobody names one.
+"""Check whether a partition can ever run a job, and choose walltimes for jobs that name none.
 
-Slurm takes such a job and lets it wait for ever (PartitionTimeLimit, PartitionConfig), or refuses it without saying
-which key of the campaign file it means; here the key and the limit are named.
+The checks cover walltime, the number of nodes, and what a single node has. Slurm would accept an impossible job and let
+it wait for ever (PartitionTimeLimit, PartitionConfig), or refuse it without naming the key of the campaign file. These
+checks name the key and the limit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megaflow_hpc.slurm.site import Partition
 
 
 def seconds(time: str | int | None) -> float | None:
-    """Returns the seconds of a walltime in any of Slurm's forms; infinity for one without end, ``None`` for no time.
+    """Parses a walltime in any of Slurm's forms. Returns infinity for an unlimited one and ``None`` for an invalid one.
 
-    ``30`` and ``30:00`` are minutes, ``1:30:00`` and ``2-0`` hours and days (sbatch ``--time``).
+    ``30`` and ``30:00`` are minutes, ``1:30:00`` is in hours and ``2-0`` in days (sbatch ``--time``).
     """
     text = str(time if time is not None else "").strip()
     if text.lower() in ("infinite", "unlimited"):
@@ -42,7 +42,7 @@ def seconds(time: str | int | None) -> float | None:
 
 
 def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
-    """Returns the partitions among which Slurm chooses for a job with these sbatch options.
+    """Returns the partitions from which Slurm chooses for a job with these sbatch options.
 
     Raises:
         SiteError: The controller does not answer.
@@ -57,9 +57,10 @@ def _default(known: Mapping[str, Partition]) -> list[Partition]:
 
 
 def timed(job: Job, unasked_s: float | None = None) -> Job:
-    """Returns a job with the walltime that it asks for (:func:`asked_time`); engines beside a pod have the pod's.
+    """Returns the job with its walltime filled in (:func:`asked_time`). Engines in a pod's allocation get the pod's
+    walltime.
 
-    A job at another cluster, whose limits are not known here, stays as it is.
+    A job for another cluster is returned unchanged, since that cluster's limits are unknown here.
     """
     options = {option_name(name): value for name, value in job.options.items() if value is not None}
     if job.cluster or not {"time", "t"}.isdisjoint(options):
@@ -72,19 +73,20 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
 
 
 def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> str | None:
-    """Returns the walltime that a job with these options asks for, in Slurm's form; ``None``: for none at all.
+    """Returns the walltime to request for a job with these options, in Slurm's form. ``None`` means to request none.
 
-    What the options name; else nothing where the partition's default fits, and the longest that partition, account and
-    QOS allow where it does not: Slurm refuses such a job (DenyOnLimit), or holds it for ever.
+    A walltime in the options is used as it is. Otherwise nothing is requested if the partition's default fits. If it
+    does not fit, the longest walltime that partition, account and QOS allow is requested, because Slurm would refuse
+    such a job (DenyOnLimit) or hold it for ever.
 
     Args:
-        unasked_s: Seconds to ask for in place of the partition's default.
+        unasked_s: Seconds to request instead of the partition's default.
     """
     if said := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
         return said[0]
     wanted_s, longest = unasked_s, math.inf
     if site.has_slurm():
-        with contextlib.suppress(SiteError):  # nobody to ask; sbatch will say
+        with contextlib.suppress(SiteError):  # Slurm does not answer; sbatch will report it
             longest = longest_s(options)
             wanted_s = max(_defaults_s(options), default=None) if unasked_s is None else unasked_s
     if wanted_s is None or (unasked_s is None and wanted_s <= longest):
@@ -93,23 +95,23 @@ def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> st
 
 
 def walltime_s(options: Mapping[str, Any]) -> float | None:
-    """Returns the seconds that a job with these options gets: what it asks for, else the partition's default.
+    """Returns the walltime of a job with these options in seconds: the requested one, else the partition's default.
 
-    ``None`` where nobody knows; infinity where there is no limit.
+    ``None`` means that it is unknown, infinity that there is no limit.
     """
     asked = asked_time(options)
     return min(_defaults_s(options), default=None) if asked is None else seconds(asked)
 
 
 def _defaults_s(options: Mapping[str, Any]) -> list[float]:
-    """What a job gets unasked in each of the partitions that it names, where that is known."""
+    """Return the default walltime of each partition that the job names, if it is known."""
     defaults = site.default_times()
     found = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
     return [time for time in found if time is not None]
 
 
 def longest_s(options: Mapping[str, Any]) -> float:
-    """Returns the most seconds that partition, account and QOS give a job with these options; infinity: no limit.
+    """Returns the longest walltime that partition, account and QOS allow, in seconds. Infinity means no limit.
 
     Raises:
         SiteError: The controller does not answer.
@@ -122,11 +124,11 @@ def longest_s(options: Mapping[str, Any]) -> float:
 
 
 def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Returns why no partition that a job names can ever run it, one line for each key; empty where one can.
+    """Explains why none of a job's partitions can ever run it, with one line per key. Empty if one of them can.
 
     Args:
-        key: the job's section in the campaign file, as ``slurm.pods``.
-        options: the job's sbatch options, by sbatch's own names.
+        key: The job's section in the campaign file, such as ``slurm.pods``.
+        options: The job's sbatch options, by sbatch's own names.
     """
     partitions = partitions_of(options)
     if not partitions:
@@ -159,15 +161,15 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _limit_s(text: str) -> float:
-    """Seconds of a limit; infinity where none is known."""
+    """Parse a limit. An unknown one counts as infinity."""
     return seconds(text) or math.inf
 
 
 def _may_exceed(options: Mapping[str, Any]) -> bool:
-    """Whether a QOS that is asked for lifts the partition's limit (its flag PartitionTimeLimit)."""
+    """Return whether the requested QOS lifts the partition's limit (its flag PartitionTimeLimit)."""
     if not options.get("qos"):
         return False
     try:
         return "PartitionTimeLimit" in limits.qos(str(options["qos"])).get("flags", "")
     except SiteError:
-        return True  # nobody can tell; Slurm will say
+        return True  # the answer is unknown; Slurm will report it

@@ -1,4 +1,4 @@
-# After the pods: one self-contained trajectories.h5; engines that remain are cancelled.
+# Runs after the pods: writes one self-contained trajectories.h5 and cancels the remaining engines.
 RUN=@RUN@
 @OWN@
 set -u

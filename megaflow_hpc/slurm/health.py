@@ -1,4 +1,4 @@
-"""What of a site's Slurm does not work just now, each with its cause; ``doctor`` prints it."""
+"""Find what currently fails in a site's Slurm, with the cause of each failure. ``doctor`` prints it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megaflow_hpc.host.mpi import mpi_library
 from megaflow_hpc.rundir.marks import cause
 from megaflow_hpc.slurm import site
 
-AWAY = ("down", "drain", "fail", "unk", "maint", "inval", "reboot")
-"""Beginnings of the states, as sinfo writes them in full, in which a node takes no job."""
+UNAVAILABLE_STATES = ("down", "drain", "fail", "unk", "maint", "inval", "reboot")
+"""Prefixes of sinfo's long state names in which a node accepts no jobs."""
 
 
 @dataclass(frozen=True)
 class AbsentNodes:
-    """Nodes of a partition that take no job: how many, and the reason that most of them have."""
+    """The nodes of a partition that accept no jobs: their number and the most frequent reason."""
 
     count: int
     reason: str
 
 
 def absent_nodes() -> dict[str, AbsentNodes]:
-    """Returns the partitions that have nodes out of service; one that does not answer counts too.
+    """Returns the partitions that have nodes out of service. A node that does not respond counts too.
 
     Raises:
         SiteError: Slurm does not answer.
@@ -35,17 +35,17 @@ def absent_nodes() -> dict[str, AbsentNodes]:
     for line in site.ask("sinfo", "-h", "-N", "-o", "%R|%T|%E").splitlines():
         name, state, reason = line.split("|", 2)
         silent = state.endswith("*")
-        if silent or state.startswith(AWAY):
+        if silent or state.startswith(UNAVAILABLE_STATES):
             said = f"{state.rstrip('*~#!%$@^-')}{', silent' if silent else ''}"
             reasons[name][said if reason in ("", "none") else f"{said}: {reason}"] += 1
     return {name: AbsentNodes(found.total(), found.most_common(1)[0][0]) for name, found in reasons.items()}
 
 
 def why_no_accounting() -> str | None:
-    """Returns why ``sacct`` does not answer; empty where it does, ``None`` where the site keeps no accounts.
+    """Returns why ``sacct`` does not answer. Empty if it does, ``None`` if the site keeps no accounts.
 
     Raises:
-        SiteError: the controller does not answer.
+        SiteError: The controller does not answer.
     """
     settings = site.configuration()
     if "slurmdbd" not in settings.get("AccountingStorageType", "") or not shutil.which("sacct"):
@@ -59,9 +59,9 @@ def why_no_accounting() -> str | None:
 
 
 def why_no_pmi(plugin: str) -> str:
-    """Returns why ranks of this interpreter's MPI would not find each other by ``srun --mpi=PLUGIN``; else empty.
+    """Returns why MPI ranks started with ``srun --mpi=PLUGIN`` cannot find each other. Empty if no reason is known.
 
-    Only what is certain is said; ``doctor --job`` tries it.
+    Only certain failures are reported. ``doctor --job`` runs a real test.
     """
     library = mpi_library()
     if plugin == "cray_shasta" and library and "cray" not in library.lower():
@@ -70,15 +70,15 @@ def why_no_pmi(plugin: str) -> str:
 
 
 @dataclass(frozen=True)
-class World:
-    """What a step of two ranks has shown: ``why_not`` they found each other, empty where they did, and of what MPI."""
+class MpiProbe:
+    """Result of a step with two ranks. ``why_not`` explains a failure and is empty if the ranks found each other."""
 
     why_not: str = ""
     library: str = ""
     asks: bool = False
-    """Whether Slurm answers in a step."""
+    """True if Slurm commands work inside a step."""
     outlives: bool = False
-    """Whether rank 0 goes on when the other one is killed."""
+    """True if rank 0 continues after the other rank is killed."""
 
 
 PROBE = """\
@@ -105,21 +105,23 @@ while world.size > 1 and time.monotonic() < end:
 print("outlived", flush=True)
 os._exit(0)
 """
-"""A rank of :func:`try_world`. A launcher that ends the others for a lost one does so within milliseconds."""
+"""Program of a rank in :func:`try_world`. A launcher that ends all ranks after a loss does so within milliseconds."""
 
 
-def try_world(plugin: str) -> World:
-    """Starts two ranks by ``srun --mpi=PLUGIN`` as a pod's are started, and kills one."""
+def try_world(plugin: str) -> MpiProbe:
+    """Starts two ranks with ``srun --mpi=PLUGIN`` in the way a pod does, and kills one of them."""
     step = ["srun", f"--mpi={plugin}", "-n2", "-N1", "--kill-on-bad-exit=0", "--no-kill"]
     command = [*step, "--time=2", "--mem-per-cpu=200M", sys.executable, "-c", PROBE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=site.ASK_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=site.COMMAND_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return World(f"two ranks have not come and gone in {site.ASK_S:.0f} s, in which they may have waited for cpus")
+        return MpiProbe(
+            f"two ranks did not finish within {site.COMMAND_TIMEOUT_S:.0f} s; they may have waited for CPUs"
+        )
     ranks = [line for line in done.stdout.splitlines() if line.startswith("ranks ")]
     if [line for line in ranks if line.startswith("ranks 1 ")]:
-        return World("worlds of one rank each")
+        return MpiProbe("worlds of one rank each")
     if len(ranks) != 2:
         said = done.stderr.strip() or "no message"
-        return World(f"srun ended with {done.returncode}: {cause(said.splitlines())}")
-    return World("", ranks[0].removeprefix("ranks 2 "), "asked 0" in done.stdout, "outlived" in done.stdout)
+        return MpiProbe(f"srun ended with {done.returncode}: {cause(said.splitlines())}")
+    return MpiProbe("", ranks[0].removeprefix("ranks 2 "), "asked 0" in done.stdout, "outlived" in done.stdout)

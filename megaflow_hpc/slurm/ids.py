@@ -1,8 +1,8 @@
-"""Names of jobs where a campaign has pods at several Slurm clusters.
+"""Name jobs of campaigns whose pods run on several Slurm clusters.
 
-Numbers are given out by each controller for itself, so ``123_4`` is an element at the cluster where the campaign was
-submitted and ``123_4@name`` one at another: in records, leases, events and names of files. Slurm's commands take the
-number and ``-M name``; one cluster's answer is never used for another's job, since both are kept by their whole names.
+Each controller numbers its own jobs. ``123_4`` is an element on the cluster where the campaign was submitted;
+``123_4@name`` is an element on another cluster. Records, leases, events and file names use these full names. Slurm
+commands take the number and ``-M name``. Full names keep the answers of different clusters apart.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from megaflow_hpc.slurm import site
 
 
 def named(job_id: str, cluster: str) -> str:
-    """Returns ``123_4@name`` for ``123_4`` at another cluster; ``123_4`` at our own, whose name is empty."""
+    """Returns ``123_4@name`` for ``123_4`` on another cluster, and ``123_4`` for our own cluster, whose name is empty.
+    Returns ``123_4@name`` for ``123_4`` on another cluster, and ``123_4`` for our own cluster, whose name is empty."""
     return f"{job_id}@{cluster}" if cluster else job_id
 
 
 def number(job_id: str) -> str:
-    """Returns ``123_4`` of ``123_4@name``: the cluster's own id."""
+    """Returns ``123_4`` of ``123_4@name``, the id that the cluster itself uses."""
     return job_id.partition("@")[0]
 
 
 def cluster_of(job_id: str) -> str:
-    """Returns ``name`` of ``123_4@name``; empty for our own cluster."""
+    """Returns ``name`` of ``123_4@name``. Empty for our own cluster."""
     return job_id.partition("@")[2]
 
 
@@ -34,7 +35,8 @@ def array_of(job_id: str) -> str:
 
 
 def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the own ids of each cluster's jobs; what is no id, and would be an option to a command, is left out."""
+    """Groups job ids by cluster, without the cluster's name. Invalid ids are dropped, since a command could take them
+    as options."""
     found: dict[str, list[str]] = {}
     for job_id in filter(JOB_ID.fullmatch, job_ids):
         found.setdefault(cluster_of(job_id), []).append(number(job_id))
@@ -42,15 +44,15 @@ def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
 
 
 def on(cluster: str) -> tuple[str, ...]:
-    """Returns the options by which a Slurm command asks a cluster."""
+    """Returns the options that direct a Slurm command to a cluster."""
     return ("-M", cluster) if cluster else ()
 
 
 def scancel(job_ids: Iterable[str], *options: str) -> None:
-    """Cancels jobs, by one ``scancel`` per cluster.
+    """Cancels jobs with one ``scancel`` per cluster.
 
     Raises:
-        SiteError: A cluster does not answer, or refuses; those before it were asked.
+        SiteError: A cluster does not answer or refuses. Clusters before it have already been asked.
     """
     for cluster, numbers in by_cluster(job_ids).items():
         site.ask("scancel", *on(cluster), "--quiet", *options, *numbers)

@@ -1,8 +1,8 @@
-"""How much Slurm lets this user queue and run at once: array size, association and QOS limits.
+"""Read how many jobs Slurm lets this user queue and run at once: array size, association and QOS limits.
 
-Asked with one ``sacctmgr`` query each for associations and QOS; a site without accounting, whose slurmdbd is away, or
-that does not enforce limits, limits nothing but the size of an array. Slurm enforces all of it: reading it beforehand
-is what makes one campaign fit instead of being refused half-way, or queued for ever.
+Associations and QOS take one ``sacctmgr`` query each. Only the array size is limited if a site has no accounting, does
+not enforce limits, or its slurmdbd is away. Slurm enforces all limits itself. Reading them beforehand lets a campaign
+fit, instead of being refused half-way or queued for ever.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megaflow_hpc.slurm.resources import Cap
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one more campaign of this user may queue and run. ``None``: no limit."""
+    """How much another campaign of this user may queue and run. ``None`` means no limit."""
 
     array_size: int = 1001
     """Maximum number of elements of one array (MaxArraySize)."""
     submit: int | None = None
-    """Maximum number of queued and running jobs, by the narrowest limit; each array element counts as one."""
+    """Maximum number of queued and running jobs under the narrowest limit. Each array element counts as one job."""
     queued: int = 0
-    """Number of those jobs now."""
+    """Current number of those jobs."""
     running: int | None = None
     """Maximum number of running jobs."""
     why: str = ""
-    """The limit that ``submit`` is, for messages."""
+    """Describes the limit behind ``submit``, for messages."""
     caps: tuple[Cap, ...] = ()
     """Limits on resources."""
 
@@ -43,7 +43,7 @@ class Allowance:
 
 
 def chunks(count: int, size: int) -> list[int]:
-    """Splits ``count`` elements into arrays of at most ``size``, about equal."""
+    """Splits ``count`` elements into arrays of at most ``size`` and of about equal length."""
     arrays = -(-count // max(1, size))
     return [count * (n + 1) // arrays - count * n // arrays for n in range(arrays)]
 
@@ -58,10 +58,10 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
     user = getpass.getuser()
     try:
         rows = _rows(user, options)
-    except SiteError:  # no accounting, or slurmdbd is away: Slurm itself will say what it refuses
+    except SiteError:  # no accounting, or slurmdbd is away: sbatch will report what Slurm refuses
         return Allowance(array_size)
     caps = _caps(rows, options)
-    limits = [limit for of, row in rows for limit in _read(row, of)]
+    limits = [limit for of, row in rows for limit in _job_limits(row, of)]
     submits = [limit for limit in limits if limit.kind == "submit"]
     running = min((limit.value for limit in limits if limit.kind == "jobs"), default=None)
     if not submits:
@@ -74,7 +74,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    """Returns the limits on resources of jobs with these sbatch options; none where Slurm cannot tell."""
+    """Returns the resource limits of jobs with these sbatch options. Empty if Slurm cannot tell."""
     try:
         return _caps(_rows(getpass.getuser(), options), options)
     except SiteError:
@@ -82,8 +82,8 @@ def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
 
 
 def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the longest walltime of a job with these sbatch options, in Slurm's form, and who sets it; ``None`` where
-    nobody does or Slurm cannot tell."""
+    """Returns the longest allowed walltime in Slurm's form, and the name of the limit's owner. ``None`` if no limit is
+    known."""
     try:
         rows = _rows(getpass.getuser(), options)
     except SiteError:
@@ -92,7 +92,9 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    several = "," in str(options.get("partition") or "")  # what one of them forbids another may allow
+    several = "," in str(
+        options.get("partition") or ""
+    )  # a resource that one partition forbids may be allowed in another
     return tuple(resources.caps(rows[-2:] if several else rows))
 
 
@@ -103,14 +105,14 @@ class Limit(NamedTuple):
     """``submit`` or ``jobs``."""
     value: int
     of: str
-    """``QOS …`` or ``account …``: whose jobs are counted."""
+    """``QOS …`` or ``account …``, whose jobs are counted."""
 
 
 def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
-    """Whose limits hold, by name, and what sacctmgr says of each; those that take precedence first.
+    """Return the names of all limit owners with sacctmgr's fields for each. Owners with precedence come first.
 
     Raises:
-        SiteError: there is no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not answer.
     """
     if not site.enforces_limits():
         return []
@@ -121,7 +123,7 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
 
 
 def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """The user's association: its default QOS, and the limits on it by sacctmgr's names."""
+    """Return the user's association: its default QOS, and its limits under sacctmgr's names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
     output = site.sacctmgr("assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
@@ -141,17 +143,19 @@ _JOBS = ("maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
 
 
 def qos(name: str) -> dict[str, str]:
-    """Returns a QOS' limits and flags by sacctmgr's names; none where there is no such QOS.
+    """Returns the limits and flags of a QOS under sacctmgr's names. Empty if the QOS does not exist.
 
     Raises:
-        SiteError: There is no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not answer.
     """
     fields = ("name", "flags", *_QOS_JOBS, *resources.LIMITS, "maxwall")
-    rows = (line.split("|") for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines())  # all at once
+    rows = (
+        line.split("|") for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines()
+    )  # one query for all of them
     return next((dict(zip(fields, row, strict=True)) for row in rows if row[0] == name), {})
 
 
-def _read(row: Mapping[str, str], name: str) -> list[Limit]:
+def _job_limits(row: Mapping[str, str], name: str) -> list[Limit]:
     return [
         Limit("submit" if "submit" in field else "jobs", int(row[field]), name)
         for field in (*_QOS_JOBS, *_JOBS)

@@ -1,9 +1,9 @@
-# While this job was queued, a user who may write to the parent of RUN could have replaced RUN. Open it once, so that the
-# script sources the same file that it has checked.
+# While this job was queued, a user with write access to the parent of RUN could have replaced RUN. Open RUN once, so that
+# the script sources the same file that it has checked.
 exec {own}<"$RUN" || exit 2
 # shellcheck disable=SC1090
 if [ -O "/dev/fd/$own" ] && [ -O "/dev/fd/$own/env.sh" ]; then . "/dev/fd/$own/env.sh"; else
-    echo "$RUN: it or its env.sh is missing or belongs to another user; nothing of it is run" >&2
+    echo "$RUN: the directory or its env.sh is missing or belongs to another user; nothing in it is run" >&2
     exit 2
 fi
 exec {own}<&-

@@ -1,6 +1,6 @@
-"""Why jobs wait: Slurm's reason codes in plain words, with what can be done, and the jobs of a run grouped by them.
+"""Explain why jobs wait: Slurm's reason codes in plain words, with a remedy, grouped for the jobs of a run.
 
-The codes are those of https://slurm.schedmd.com/job_reason_codes.html; others are shown as Slurm says them.
+The codes are documented at https://slurm.schedmd.com/job_reason_codes.html. Unknown codes are shown unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megaflow_hpc.slurm.accounting import UNLAUNCHED, JobState
 
 _TIME = "ask for less (resume RUN --time), or name a partition that allows it (--partition)"
 REASONS: tuple[tuple[str, str, str], ...] = (
-    ("None", "Slurm has not looked at it yet", ""),
-    ("Resources", "it is next in line and waits until nodes are free", ""),
+    ("None", "Slurm has not considered it yet", ""),
+    ("Resources", "it is next in the queue and waits for free nodes", ""),
     ("Priority", "jobs of higher priority are ahead", ""),
     ("Dependency", "it waits for other jobs of the campaign", ""),
     ("DependencyNeverSatisfied", "a job that it waits for failed", "cancel RUN, then resume RUN"),
@@ -34,7 +34,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("Reservation", "it waits for its reservation", ""),
     ("BeginTime", "it was requeued or delayed, and starts in a moment", ""),
-    ("JobArrayTaskLimit", "so many of the array may run at once (throttle, or the site's limits)", ""),
+    ("JobArrayTaskLimit", "the array's limit of running elements is reached (throttle, or the site's limits)", ""),
     ("JobHeldUser", "it is held", "scontrol release JOB"),
     ("JobHeldAdmin", "an administrator holds it", "ask the site's administrators why"),
     (
@@ -42,14 +42,14 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "its node could not launch it, and Slurm holds it",
         "see sinfo -R for that node's state, then: resume RUN, which releases it",
     ),
-    ("job.requeued.in.held.state", "it went back into the queue, held", "scontrol release JOB"),
-    ("Licenses", "it waits for licenses that others use", ""),
+    ("job.requeued.in.held.state", "it was requeued and is held", "scontrol release JOB"),
+    ("Licenses", "it waits for licenses that other jobs use", ""),
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "correct slurm.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not be used there", "correct qos under slurm.extra"),
     (
         "(QOS|Assoc)(Max|Grp).*Minutes.*|QOSUsageThreshold",
         "the allocation of time is used up",
-        "ask for more time of the site, or name another account",
+        "ask the site for more time, or name another account",
     ),
     (
         "(QOS|Assoc)Max.*Wall.*|(QOS|Assoc)GrpWall.*",
@@ -58,7 +58,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "(QOS|Assoc)(Max|Grp)(Submit)?Jobs?.*",
-        "as many jobs of the account or QOS run as may",
+        "the account's or QOS' limit of jobs is reached",
         "it starts when one of them ends",
     ),
     (
@@ -68,16 +68,16 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "(QOS|Assoc)(Max|Grp).*",
-        "jobs of the account or QOS hold as much as they may",
+        "the account's or QOS' limit of resources is reached",
         "it starts when some of them end; scale RUN --pods N asks for fewer",
     ),
     ("QOSMin.*", "it asks for less than the QOS takes", "see: sacctmgr show qos"),
 )
-"""Pattern of a whole code, what it means, and what to do; the first that fits holds."""
+"""Each entry has a pattern for a whole code, its meaning, and a remedy. The first match counts."""
 
 
 def explain(reason: str) -> tuple[str, str]:
-    """Returns what a reason code means and what to do about it; each is empty where nothing is known."""
+    """Returns the meaning of a reason code and the remedy. Each is empty if it is unknown."""
     for pattern, means, remedy in REASONS:
         if re.fullmatch(pattern, reason, re.IGNORECASE | re.DOTALL):
             return means, remedy
@@ -85,14 +85,15 @@ def explain(reason: str) -> tuple[str, str]:
 
 
 def waiting(jobs: Iterable[tuple[str, JobState]]) -> list[dict[str, Any]]:
-    """Returns what waits in the queue, those of one role and reason together, the most first.
+    """Returns the waiting jobs grouped by role and reason, largest group first.
 
     Args:
         jobs: Each job's role and state.
 
     Returns:
-        ``role``, ``reason``, ``jobs`` (their number), ``first`` (an id), ``means``, ``remedy``, and ``starts_at``: when
-        Slurm expects the first of them to start, in seconds UTC, ``None`` while it does not say.
+        ``role``, ``reason``, ``jobs`` (their number), ``first`` (an id), ``means``, ``remedy``, and ``starts_at``. The
+        last is the time in seconds UTC at which Slurm expects the first of them to start, or ``None`` without an
+        estimate.
     """
     groups: dict[tuple[str, str], list[JobState]] = {}
     for role, state in jobs:

@@ -1,8 +1,8 @@
-"""Slurm's trackable resources (TRES): what a job asks for, and what associations and QOS allow.
+"""Handle Slurm's trackable resources (TRES): what a job requests, and what associations and QOS allow.
 
-Resources are named as Slurm names them: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit
-is of one job, or of all jobs together that run at once for a user, an account, an association or a QOS. Of the same
-limit the first that is set holds: the partition's QOS before the job's, and that before the association
+Resources have Slurm's names: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit applies to
+one job, or to all running jobs of a user, an account, an association or a QOS. If the same limit is set in several
+places, the first in this order counts: the partition's QOS, the job's QOS, the association
 (https://slurm.schedmd.com/resource_limits.html).
 """
 
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from megaflow_hpc.slurm.script import option_name
 
 Amounts = dict[str, int]
-"""Resource → how much of it; memory in MB."""
+"""Amount by resource. Memory is in MB."""
 
 PER_JOB = "MaxTRESPerJob"
 LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
-"""What sacctmgr calls a limit in a format → what its manual calls it."""
+"""Limit names: sacctmgr's format name → the name in its manual."""
 _MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -39,7 +39,7 @@ class Cap(NamedTuple):
 
 
 def amounts(text: str) -> Amounts:
-    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it; what is no number is no limit."""
+    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it. A value that is not a number means no limit."""
     found: Amounts = {}
     for resource, _, value in (part.partition("=") for part in text.split(",")):
         with contextlib.suppress(ValueError):
@@ -48,10 +48,10 @@ def amounts(text: str) -> Amounts:
 
 
 def megabytes(text: str) -> int:
-    """Returns MB of ``100G`` or ``2000`` (MB).
+    """Converts ``100G`` or ``2000`` (MB) to MB.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The text has neither form.
     """
     match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text.strip().upper())
     if not match:
@@ -60,10 +60,10 @@ def megabytes(text: str) -> int:
 
 
 def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
-    """Returns the limits that hold.
+    """Returns the limits in force.
 
     Args:
-        rows: Whose limits they are, and sacctmgr's fields by name; those that take precedence first.
+        rows: Names of the limits' owners, with sacctmgr's fields. Owners with precedence come first.
     """
     found: dict[tuple[str, str], Cap] = {}
     for of, row in rows:
@@ -74,7 +74,7 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
 
 
 def asked(options: Mapping[str, Any]) -> Amounts:
-    """Returns what one job with these sbatch options needs at least."""
+    """Returns the minimum resources that a job with these sbatch options needs."""
     given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks", nodes * _number(given, "ntasks-per-node", 1))
@@ -95,19 +95,19 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 
 
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
-    """Returns the part of a job's needs that counts under these limits."""
+    """Returns the part of a job's resources that counts towards the shared limits."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
-    """The first number of an option: of ``2-4`` nodes, two."""
+    """Return the first number in an option's value, such as 2 for ``2-4`` nodes."""
     match = re.match(r"\d+", given.get(name, ""))
     return int(match[0]) if match else default
 
 
 def _gres(text: str) -> Amounts:
-    """``gpu:4`` and ``gpu:a100:4``, of which the second counts as both; ``gpu`` is one."""
+    """Parse ``gpu:4`` and ``gpu:a100:4``; the second counts for both resources. ``gpu`` alone counts as 1."""
     name, _, rest = text.strip().removeprefix("gres/").removeprefix("gres:").partition(":")
     kind, _, count = rest.rpartition(":")
     if rest and not count.isdigit():
@@ -119,13 +119,14 @@ def _gres(text: str) -> Amounts:
 
 
 def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
-    """Returns the limit under which not even one such job can start; ``None`` if there is none."""
+    """Returns the limit that makes even a single such job impossible. ``None`` if no limit does."""
     over = [cap for cap in limits if job.get(cap.resource, 0) > cap.value]
     return max(over, key=lambda cap: job[cap.resource] / max(1, cap.value), default=None)
 
 
 def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
-    """Returns how many such jobs may run at once beside ``others``, and by which limit; ``None`` without a limit."""
+    """Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits them.
+    Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits them."""
     others = list(others)
     found = []
     for cap in limits:

@@ -2,7 +2,7 @@
 
 ``--dry-run`` prints exactly the text that is submitted. The scripts in ``sbatch/`` are this function's output without a
 campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``, ``servers.sh``,
-``trainer.sh`` and ``gather.sh`` in this directory; each begins with ``own.sh``.
+``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Role = Literal["pods", "servers", "trainer", "gather"]
 WARN_S = 60
 """Seconds before the walltime at which the batch shell gets SIGUSR2 and the pod drains."""
 TRAINER_WARN_S = 300
-"""The same of a trainer, which ends the step at hand and writes a checkpoint; ``trainer.sh`` gives it all but 30."""
+"""Seconds before the walltime at which a trainer gets SIGUSR2, finishes its step and writes a checkpoint.
+``trainer.sh`` leaves it all but 30 of them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One submission: its role, its sbatch options and what it is an array of (``None``: a single job)."""
+    """One submission: its role, sbatch options and number of array elements (``None`` for a single job)."""
 
     role: Role
     options: Mapping[str, Any]
@@ -35,24 +36,24 @@ class Job:
     first: int = 0
     """Index of the first element."""
     base: int = 0
-    """Added to an element's index to give its server's in ``run.json``: for indices beyond MaxArraySize."""
+    """Offset from an element's index to its server's index in ``run.json``, for indices beyond MaxArraySize."""
     throttle: int | None = None
-    """Elements that may run at once."""
+    """Maximum number of elements that run at once."""
     arguments: Sequence[str] = ()
-    """Further words of the command that the script runs (gather only)."""
+    """More arguments of the command that the script runs (gather only)."""
     run: str | None = None
-    """Run directory written into the script; ``None`` takes it from the command line."""
+    """Run directory that is written into the script. If it is ``None``, the script takes it from its command line."""
     header: Sequence[str] = field(default_factory=tuple)
     engines: Sequence[Mapping[str, Any]] = ()
     """Options of the engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
-    """Another Slurm cluster than the one where this is submitted."""
+    """Name of another Slurm cluster to submit to. Empty for our own."""
     policy: str = ""
-    """Whom a trainer trains; without a run it is taken from the command line."""
+    """The policy that a trainer trains. Without a run it comes from the command line."""
 
     @property
     def indices(self) -> str:
-        """As ``--array`` takes it."""
+        """Index range in the form that ``--array`` takes."""
         throttle = "" if self.throttle is None else f"%{self.throttle}"
         return f"{self.first}-{self.first + (self.elements or 1) - 1}{throttle}"
 
@@ -77,16 +78,16 @@ def script(job: Job) -> str:
     body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
-    if job.engines:  # the step has a part for each component of the job
+    if job.engines:  # the step has one part for each component of the job
         body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL").replace(
             "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK_HET_GROUP_0"
         )
-    body = body.replace(" @ENGINES@", "".join(_beside(n) for n in range(len(job.engines))))
+    body = body.replace(" @ENGINES@", "".join(_engine_part(n) for n in range(len(job.engines))))
     return "\n".join(lines) + "\n\n" + body.replace("@ARGUMENTS@", shlex.join(job.arguments))
 
 
-def _beside(server: int) -> str:
-    """The part of the step that is one engine server: a rank of the same world."""
+def _engine_part(server: int) -> str:
+    """Return the part of the step that starts one engine server, as a rank of the same MPI world."""
     return (
         f' \\\n    : --het-group={server + 1} --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill '
         f'--label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
@@ -95,18 +96,18 @@ def _beside(server: int) -> str:
 
 
 def option_name(name: str) -> str:
-    """``qos`` of ``--qos``, ``mem-per-cpu`` of ``mem_per_cpu``: sbatch's own name, however a campaign spells it."""
+    """Converts an option to sbatch's own name: ``--qos`` → ``qos``, ``mem_per_cpu`` → ``mem-per-cpu``."""
     return name.strip("-").replace("_", "-")
 
 
 def option(name: str, value: Any) -> str:
-    """One sbatch option as it stands behind ``#SBATCH`` or on a command line."""
+    """Formats one sbatch option for ``#SBATCH`` lines and command lines."""
     name = option_name(name)
     return f"--{name}" if value is True or value == "" else f"--{name}={shlex.quote(str(value))}"
 
 
 def command(job: Job, path: str) -> str:
-    """The sbatch line that submits ``path`` by hand with this job's options."""
+    """Returns the sbatch command line that submits ``path`` by hand with this job's options."""
     options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
     given = [option(name, value) for name, value in options.items() if value is not None and value is not False]
     policy = [shlex.quote(job.policy)] if job.policy else []
@@ -139,12 +140,12 @@ def pod_job(
     pool: PodPoolConfig | None = None,
     throttle: int | None = None,
 ) -> Job:
-    """Returns a pod array: each element is one MPI world on ``pods.nodes`` nodes.
+    """Returns a pod array. Each element is one MPI world on ``pods.nodes`` nodes.
 
     Args:
-        count: Elements. Default: the pool's or the campaign's.
-        dependency: As sbatch takes it.
-        pool: A further pool of pods. Default: ``slurm.pods`` itself.
+        count: Number of elements. Default: the pool's or the campaign's.
+        dependency: Dependency in sbatch's form.
+        pool: An additional pool of pods. Default: ``slurm.pods`` itself.
         throttle: Maximum number of elements that run at once.
     """
     pods = config.slurm.pods
@@ -168,7 +169,7 @@ def pod_job(
     }
     cluster = (pool and pool.cluster) or ""
     if cluster:
-        options |= {"clusters": cluster, "dependency": None}  # one cluster's jobs cannot wait for another's
+        options |= {"clusters": cluster, "dependency": None}  # a job cannot wait for jobs on another cluster
     size, most = count or (pool or pods).count, throttle or pods.throttle
     return Job("pods", options, size, run=str(run), throttle=most, cluster=cluster)
 
@@ -184,15 +185,15 @@ def server_job(
     nodes: int = 1,
     cpus_per_gpu: int | None = None,
 ) -> Job:
-    """Returns an engine array: each element is one engine server; its index is the server's in ``run.json``.
+    """Returns an engine array. Each element is one engine server, whose index identifies it in ``run.json``.
 
     Args:
         gpus: GPUs of each server on each of its nodes.
         first: Index of the first server.
-        largest: Highest array index that the site allows; servers beyond are counted from 0 and a base.
-        held: Whether they wait in the queue for a release (``scontrol release``).
+        largest: Highest array index that the site allows. Servers beyond it are counted from 0, with an offset.
+        held: Whether the jobs are held in the queue until they are released (``scontrol release``).
         nodes: Nodes of each server.
-        cpus_per_gpu: CPUs for each GPU where the campaign does not say. Default: Slurm's.
+        cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's.
     """
     servers = config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -217,7 +218,7 @@ def server_job(
 
 
 def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_per_gpu: int | None = None) -> Job:
-    """Returns a pod and engine servers as one heterogeneous job: one allocation, one MPI world.
+    """Returns a pod and its engine servers as one heterogeneous job, with one allocation and one MPI world.
 
     Args:
         gpus: GPUs of each server.
@@ -232,7 +233,7 @@ def together_job(config: CampaignConfig, run: RunDir, gpus: Sequence[int], cpus_
 
 
 def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: int | None = None) -> Job:
-    """Returns the job of a policy's trainer: one task on each node, with all that the job has there.
+    """Returns the job of a policy's trainer. It has one task per node, which gets all of the job's resources there.
 
     Args:
         cpus_per_gpu: As for :func:`server_job`.
@@ -279,7 +280,7 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
 
 
 def by_hand(role: Role) -> str:
-    """Returns the script under ``sbatch/`` for a role: without a campaign, with the run directory as its argument."""
+    """Returns a role's script for ``sbatch/``. It has no campaign and takes the run directory as its argument."""
     common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
     if role == "pods":
         header = [
@@ -292,8 +293,8 @@ def by_hand(role: Role) -> str:
         shape = {"nodes": 1, "ntasks-per-node": PodsConfig().ranks_per_node, "cpus-per-task": CPUS_PER_RANK}
     elif role == "trainer":
         header = [
-            "The trainer of one policy (default, unless another is named): one process for each GPU of each node. It",
-            "goes on from its last commit in every start, and ends when the training has ended.",
+            'The trainer of one policy ("default", unless another is named): one process per GPU on each node. Every',
+            "start continues from the last commit. The job ends when the training has ended.",
             "",
             "  RUN=$(megaflow-hpc plan campaign.yaml)",
             '  sbatch --gres=gpu:4 --cpus-per-task=32 sbatch/trainer.sbatch "$RUN" default',

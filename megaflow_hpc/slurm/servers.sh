@@ -1,12 +1,13 @@
-# One engine server: it registers when healthy, drains on the signal, and leaves when the campaign is finished.
+# Runs one engine server. It registers when it is healthy, drains on the signal, and exits when the campaign is finished.
 RUN=@RUN@
 @OWN@
 set -u
 
-# Not SLURM_JOB_ID, which for an array's last element names the whole array.
+# Not SLURM_JOB_ID, which is the whole array's id in its last element.
 element="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 
-# USR2: the walltime is near, the element goes on in another allocation. TERM: preempted or cancelled, and Slurm decides.
+# USR2: the walltime is near, and the element continues in another allocation. TERM: the job is preempted or cancelled, and
+# Slurm decides about a requeue.
 ours=yes
 drained=no
 trap 'drained=yes; kill -TERM "$server" 2>/dev/null' USR2
@@ -22,16 +23,16 @@ done
 
 echo "server ${SLURM_ARRAY_TASK_ID:-0}: exit status $status"
 if "$MEGAFLOW_PYTHON" -m megaflow_hpc.rundir.marks "$RUN"; then exit 0; fi # finished or cancelled
-if [ "$status" -eq 75 ]; then # nobody asks: it waits in the queue, held, until somebody does
+if [ "$status" -eq 75 ]; then # no requests: wait in the queue, held, until a pod releases it
     scontrol requeuehold "$element"
     sleep 30 # until Slurm ends this shell
     exit 0
 fi
-# 2 is a mistake in the campaign or the installation: another node would say the same.
+# 2: an error in the campaign or the installation, which would occur on any node.
 [ "$status" -eq 2 ] && exit 2
 if { [ "$status" -ne 0 ] || [ "$drained" = yes ]; } && [ "$ours" = yes ]; then
     count="$RUN/logs/server-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}.requeues"
-    # Failures in a row are counted, not what a walltime ended or served for an hour.
+    # Count consecutive failures. A start that the walltime ended or that served for an hour resets the count.
     if { [ "$status" -eq 0 ] && [ "$drained" = yes ]; } || [ "$SECONDS" -ge 3600 ]; then rm -f "$count"; else printf . >>"$count"; fi
     vain=$(wc -c 2>/dev/null <"$count" || echo 0)
     if [ "$vain" -le "$MEGAFLOW_REQUEUES" ]; then

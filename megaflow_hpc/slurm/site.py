@@ -1,4 +1,4 @@
-"""The site: its partitions, MPI plug-ins and configuration. Each question is asked once, with one command."""
+"""Query the site's partitions, MPI plug-ins and configuration. Answers are cached, so each query runs one command."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megaflow_hpc.host.mpi import mpi_library, mpi_order
 if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig
 
-ASK_S = 60.0
-"""A busy slurmctld may take this long to answer."""
-KEPT_S = 30.0
-"""Seconds for which an answer about accounts and QOS holds."""
+COMMAND_TIMEOUT_S = 60.0
+"""Timeout in seconds for a Slurm command, since a busy slurmctld may answer slowly."""
+ACCOUNTING_CACHE_S = 30.0
+"""Seconds for which answers about accounts and QOS are cached."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as sinfo shows it: ``cpus`` and ``memory_mb`` (MiB) of the node that has most of each, ``time`` the
-    limit in Slurm's form.
+    """One partition as sinfo shows it.
 
-    ``cpus_per_gpu`` is of the node that has the fewest for each of its GPUs; 0 where no node has one.
+    ``cpus`` and ``memory_mb`` (MiB) are the largest of any node. ``time`` is the limit in Slurm's form.
+    ``cpus_per_gpu`` is the smallest of any node with GPUs, and 0 if the partition has none.
     """
 
     name: str
@@ -48,19 +48,21 @@ def ask(*command: str, epoch: bool = False) -> str:
     """Runs a Slurm command and returns its output.
 
     Args:
-        epoch: Whether it prints times in seconds UTC.
+        epoch: Whether the command prints times in seconds UTC.
 
     Raises:
         SiteError: The command is missing, fails, or does not answer.
     """
     environment = {**os.environ, "SLURM_TIME_FORMAT": "%s"} if epoch else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False, env=environment
+        )
     except FileNotFoundError:
         raise SiteError(f"{command[0]}: not found; load the site's Slurm module, or use --launcher local") from None
     except subprocess.TimeoutExpired:
         raise SiteError(
-            f"{command[0]}: no answer in {ASK_S:.0f} s; the Slurm controller is busy or away, try again"
+            f"{command[0]}: no answer in {COMMAND_TIMEOUT_S:.0f} s; the Slurm controller is busy or down; try again"
         ) from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
@@ -69,12 +71,13 @@ def ask(*command: str, epoch: bool = False) -> str:
 
 
 def sacctmgr(*show: str) -> str:
-    """Returns what ``sacctmgr -nP show`` prints, up to half a minute old: each kind of job asks the same of slurmdbd.
+    """Returns the output of ``sacctmgr -nP show``, cached for half a minute because each kind of job needs the same
+    answers.
 
     Raises:
-        SiteError: There is no accounting, or it does not answer.
+        SiteError: The site has no accounting, or it does not answer.
     """
-    return _sacctmgr(show, int(time.monotonic() // KEPT_S))
+    return _sacctmgr(show, int(time.monotonic() // ACCOUNTING_CACHE_S))
 
 
 @functools.lru_cache(maxsize=64)
@@ -89,9 +92,9 @@ def has_slurm() -> bool:
 
 @functools.cache
 def partitions(cluster: str = "") -> dict[str, Partition]:
-    """Returns the partitions that this user sees, by name, of this or the named cluster."""
+    """Returns the partitions visible to this user, by name, on this cluster or on the given one."""
     found: dict[str, Partition] = {}
-    # Exact: else nodes of different sizes are one line, with the least of each.
+    # -e: without it sinfo merges nodes of different sizes into one line with the smallest values.
     words = (*(("-M", cluster) if cluster else ()), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
     for line in ask("sinfo", *words).splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
@@ -114,20 +117,22 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
 
 
 def mpi_plugin() -> str:
-    """The ``srun --mpi`` type that is tried first for mpi4py's MPI."""
+    """Returns the ``srun --mpi`` type to try first for mpi4py's MPI."""
     return mpi_plugins()[0]
 
 
 @functools.cache
 def mpi_plugins() -> tuple[str, ...]:
-    """Returns the types worth trying, the likeliest first: those of ``MEGAFLOW_MPI`` where it is set.
+    """Returns the MPI types to try, the most likely first. ``MEGAFLOW_MPI`` overrides them.
 
     Raises:
-        SiteError: srun offers none of those known.
+        SiteError: srun offers no type that we know.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return tuple(chosen)
-    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=ASK_S, check=False)
+    done = subprocess.run(
+        ["srun", "--mpi=list"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+    )
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]
         raise SiteError(f"srun --mpi=list: {said[-1]}")
@@ -138,9 +143,9 @@ def mpi_plugins() -> tuple[str, ...]:
 
 
 def mpi_attempts() -> str:
-    """Returns the types that a pod tries, with blanks between: the first of each kind (pmix loads pmix_v4).
+    """Returns the types that a pod tries, separated by blanks: the first of each kind (pmix loads pmix_v4).
 
-    Those of ``MEGAFLOW_MPI`` are tried as they are.
+    Types in ``MEGAFLOW_MPI`` are used as they are.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return " ".join(chosen)
@@ -150,20 +155,20 @@ def mpi_attempts() -> str:
 
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
-    """Returns ``scontrol show config`` by name, of this or the named cluster."""
+    """Returns the entries of ``scontrol show config`` by name, for this cluster or for the given one."""
     said = ask("scontrol", *(("-M", cluster) if cluster else ()), "show", "config")
     pairs = (line.partition("=") for line in said.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
 def max_array_size(cluster: str = "") -> int:
-    """Returns MaxArraySize (the largest array index + 1) of this or the named cluster."""
+    """Returns MaxArraySize (the largest array index + 1) of this cluster or of the given one."""
     size = configuration(cluster).get("MaxArraySize", "")
     return int(size) if size.isdigit() else 1001
 
 
 def accounts() -> list[str]:
-    """Returns the accounts that this user may charge, the default one first; none without accounting."""
+    """Returns the accounts that this user may charge, the default first. Empty without accounting."""
     user = getpass.getuser()
     try:
         said = sacctmgr("user", user, "withassoc", "format=defaultaccount,account")
@@ -184,7 +189,7 @@ def cluster_name() -> str:
 
 
 def partition_qos(names: str) -> set[str]:
-    """Returns the QOS of partitions, whose limits hold beside the job's own; ``names`` as sbatch takes them."""
+    """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's form."""
     wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
     return {known for name, known in _partition_qos().items() if name in wanted}
 
@@ -194,12 +199,12 @@ def _partition_qos() -> dict[str, str]:
 
 
 def default_times() -> dict[str, str]:
-    """Returns the walltime that jobs get unasked, of the partitions that state one, in Slurm's form."""
+    """Returns the default walltime of each partition that has one, in Slurm's form."""
     return {name: time for name, time in _each_partition("DefaultTime") if time != "NONE"}
 
 
 def _each_partition(key: str) -> list[tuple[str, str]]:
-    """Returns partitions, each with what ``scontrol show partition`` says of ``key``."""
+    """Return each partition with the value of ``key`` in ``scontrol show partition``."""
     return re.findall(rf"^PartitionName=(\S+).*?\b{key}=(\S+)", _shown_partitions(), re.MULTILINE)
 
 
@@ -208,17 +213,17 @@ def _shown_partitions() -> str:
     return ask("scontrol", "-o", "show", "partition")
 
 
-MOST_CPUS_PER_GPU = 8
-"""CPUs for each GPU that an engine gets unasked; more would be kept from others for little."""
+MAX_CPUS_PER_GPU = 8
+"""Default upper bound of an engine's CPUs per GPU. More would gain little and block other jobs."""
 
 
 def engine_cpus(names: str | None) -> int | None:
-    """Returns the CPUs for each GPU that engine servers ask for unasked: their part of a node.
+    """Returns the CPUs per GPU that engine servers request by default: their share of a node.
 
-    ``None`` where Slurm gives some by itself (DefCpuPerGPU), or nobody knows.
+    ``None`` if Slurm sets a default itself (DefCpuPerGPU), or if the share is unknown.
 
     Args:
-        names: Partitions as sbatch takes them; ``None``: the default one.
+        names: Partitions in sbatch's form, or ``None`` for the default partition.
 
     Raises:
         SiteError: Slurm does not answer.
@@ -230,7 +235,7 @@ def engine_cpus(names: str | None) -> int | None:
         return None
     given = [configuration().get("JobDefaults", "")]
     given += [said for name, said in _each_partition("JobDefaults") if name in wanted]
-    return None if any("DefCpuPerGPU" in said for said in given) else min(MOST_CPUS_PER_GPU, *shares)
+    return None if any("DefCpuPerGPU" in said for said in given) else min(MAX_CPUS_PER_GPU, *shares)
 
 
 def check_site(config: CampaignConfig, where: Any) -> None:
@@ -240,7 +245,7 @@ def check_site(config: CampaignConfig, where: Any) -> None:
         where: Returns ``file:line`` of a dotted key.
 
     Raises:
-        ConfigError: One does not; names it and those that do.
+        ConfigError: A partition does not exist. The error names it and the existing partitions.
     """
     known = partitions()
     pods = config.slurm.pods

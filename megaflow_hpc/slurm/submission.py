@@ -1,7 +1,7 @@
-"""Submission: submitit's executor, array and job handles around our own scripts.
+"""Submit our own batch scripts through submitit's executor, and return its array and job handles.
 
-submitit's runner unpickles functions in a shared folder; ours runs ``python -m megaflow_hpc.pod``, so only its
-submission and its handles are used. Handles know state and cancel; ``result()`` has no meaning here.
+submitit's own runner unpickles functions in a shared folder. Ours runs ``python -m megaflow_hpc.pod``, so only
+submitit's submission and handles are used. A handle offers state and cancel; ``result()`` is not supported.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class ArrayJob(submitit.SlurmJob):
     """Handle of one element: ``job_id``, ``state``, ``cancel()``."""
 
     def result(self) -> Any:
-        """Raises RuntimeError: elements return nothing."""
+        """Raises RuntimeError, because elements return nothing."""
         raise RuntimeError("array elements return nothing; wait for the campaign with run.wait() and read run.path")
 
 
 class ClusterJob(ArrayJob):
-    """The same at another cluster, which is named behind the ``@`` of its id."""
+    """Handle of an element on another cluster, which is named after the ``@`` of its id."""
 
-    watcher = SlurmInfoWatcher(delay_s=600)  # of its own: submitit asks our cluster for them
+    watcher = SlurmInfoWatcher(delay_s=600)  # a separate watcher, because submitit's own would query our cluster
 
     @property
     def state(self) -> str:
-        """The state in that cluster's Slurm, ``UNKNOWN`` where neither squeue nor sacct knows the job."""
+        """The state on that cluster. ``UNKNOWN`` if neither squeue nor sacct knows the job."""
         found = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
         return found[self.job_id].state if self.job_id in found else "UNKNOWN"
 
     def cancel(self, check: bool = True) -> None:
-        """Cancels the job at its cluster; ``check`` has no effect."""
+        """Cancels the job on its cluster. ``check`` has no effect."""
         ids.scancel([self.job_id])
 
 
@@ -65,7 +65,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return 1
 
     def submit_job(self) -> list[ArrayJob]:
-        """Queues it and returns a handle per element (one for a plain job)."""
+        """Submits the job and returns one handle per element (one for a plain job)."""
         first = cast(ArrayJob, self._submit_command(""))
         if self._job.cluster:
             elements = range(self._job.first, self._job.first + (self._job.elements or 1))
@@ -77,28 +77,28 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return [ArrayJob(folder=self.folder, job_id=f"{first.job_id}_{i}", tasks=[0]) for i in indices]
 
 
-KEPT = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"))
-"""What of Slurm's variables names the site, not a job."""
-OURS = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC", "CLUSTER", "REQUEUES"))
-"""``MEGAFLOW_…`` variables of a pod, which may submit jobs too."""
+SITE_VARIABLES = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"))
+"""Slurm's variables that describe the site and not a job."""
+POD_VARIABLES = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC", "CLUSTER", "REQUEUES"))
+"""``MEGAFLOW_…`` variables of a pod. Jobs that a pod submits must not inherit them."""
 
 
 def inherited(environment: Iterable[str]) -> list[str]:
-    """Returns the names of variables that no job shall inherit.
+    """Returns the names of variables that no job may inherit.
 
-    Those of a job, a step or an MPI world around this process, which Slurm and MPI in the new job would take for their
-    own, and ``SBATCH_…``, which sbatch prefers to what stands in a script.
+    These are the variables of a job, a step or an MPI world around this process, which Slurm and MPI in the new job
+    would use as their own. ``SBATCH_…`` is included because sbatch prefers it to the options in a script.
     """
     foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
-    mine = {f"MEGAFLOW_{name}" for name in OURS}
-    return sorted(name for name in environment if name in mine or (foreign.match(name) and name not in KEPT))
+    mine = {f"MEGAFLOW_{name}" for name in POD_VARIABLES}
+    return sorted(name for name in environment if name in mine or (foreign.match(name) and name not in SITE_VARIABLES))
 
 
 def submit(run: RunDir, job: Job) -> list[ArrayJob]:
-    """Queues one job or array.
+    """Submits one job or array.
 
     Raises:
-        SiteError: sbatch refused; carries its message.
+        SiteError: sbatch refused. The error contains its message.
     """
     JobPaths.get_first_id_independent_folder(run.logs).mkdir(parents=True, exist_ok=True)
     try:

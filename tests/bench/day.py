@@ -32,7 +32,7 @@ from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, Star
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import POLL_INTERVAL_S as VIEWERS_S
 from megaflow_hpc.rundir.live import Viewers
-from megaflow_hpc.rundir.pods.condenser import SummaryWriter
+from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, read_run, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather
 from megaflow_hpc.types import Rollout

@@ -22,7 +22,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent, encode
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.condenser import SummaryWriter
+from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.ledgers import Clock
 

@@ -120,7 +120,8 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(make_campaign: Make) ->
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     first = next(line for line in process.stderr if "done" not in line and "jobs" not in line)
-    assert first == "interrupted: the pod here stops, within a minute; what is stored stays (once more: at once)\n"
+    stops = "interrupted: the local pod stops within a minute"
+    assert first == f"{stops}; stored results stay (press Ctrl-C again to stop at once)\n"
     assert living_pods(Run(run).ledger.leases().values()), "what takes time is said before it is waited for"
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130

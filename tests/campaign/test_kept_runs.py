@@ -31,7 +31,7 @@ def test_a_run_of_which_blocks_or_the_ledger_are_gone_is_refused(planned: Run) -
 def test_another_minor_version_is_refused_before_anything_is_queued(planned: Run) -> None:
     text = planned.dir.run_json.read_text()
     planned.dir.run_json.write_text(text.replace('"version": "0.', '"version": "9.'))
-    with pytest.raises(ConfigError, match=r"made by megaflow-hpc 9\..*install 9\..* to go on with it, or plan again"):
+    with pytest.raises(ConfigError, match=r"made by megaflow-hpc 9\..*install 9\..* to continue it, or plan again"):
         Run(planned.path).resume(launcher="local")
 
 

@@ -81,7 +81,7 @@ def test_a_member_of_the_group_reads_a_shared_run_but_its_keys_and_a_stranger_re
 
 def test_another_users_run_is_refused_by_name_to_whoever_would_change_it(tmp_path: Path) -> None:
     RunDir(tmp_path).check_ours()
-    with pytest.raises(ConfigError, match="/: belongs to root; others may look and change nothing"):
+    with pytest.raises(ConfigError, match="/: belongs to root; other users may read it, but not change it"):
         RunDir("/").check_ours()
 
 

@@ -46,9 +46,9 @@ def test_a_command_runs_as_the_agents_would_and_gives_its_status(run: Path) -> N
     assert piped.stderr.endswith("err\n")
     assert left(run) == []
     for words, said in (
-        (("task0/oracle/0",), "standard input and output are no terminal; give --command CMD"),
+        (("task0/oracle/0",), "standard input and output are not a terminal; give --command CMD"),
         (("task0/oracle/0", "--json"), "--json: only with --command"),
-        (("task9/oracle/0", "--command", "true"), "'task9/oracle/0'; ids are <task>/<policy>/<sample>, as task0/"),
+        (("task9/oracle/0", "--command", "true"), "'task9/oracle/0'; ids are <task>/<policy>/<sample>, such as task0/"),
         (("task0", "--command", "true"), "no rollout 'task0'"),
     ):
         refused = cli("shell", run, *words)

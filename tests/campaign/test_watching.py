@@ -140,7 +140,7 @@ def test_on_a_terminal_of_24_lines_without_colours_it_can_be_left_and_resized(ru
     terminal.write("q")
     assert terminal.wait() == 0
     assert "watched: running, 2/3 done" in terminal.text
-    assert "the campaign goes on" in terminal.text
+    assert "the campaign continues" in terminal.text
     assert not re.search(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d|10[0-7])[;m]", terminal.written), "a colour"
     assert terminal.written.rindex(b"\x1b[?1049l") > terminal.written.rindex(b"\x1b[?1049h")  # the screen is as before
 
@@ -153,7 +153,7 @@ def test_on_a_terminal_of_24_lines_without_colours_it_can_be_left_and_resized(ru
 def test_a_run_that_does_not_answer_or_is_removed_stops_no_key(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaflow_hpc.cli.view.app.SLOW_S", 1.0)
+    monkeypatch.setattr("megaflow_hpc.cli.view.app.SLOW_RUN_DIRECTORY_S", 1.0)
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which a lender is asked to give a file back
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("live")))
 

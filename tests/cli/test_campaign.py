@@ -101,12 +101,12 @@ def test_a_finished_run_is_not_cancelled_and_its_status_says_no_time_to_go(plann
     assert main(["cancel", str(planned.path)]) == 0
     said = capsys.readouterr()
     assert said.out == "nothing was queued or running\n"
-    assert said.err == f"{planned.path} is finished: every rollout is stored, and nothing is left to cancel\n"
+    assert said.err == f"{planned.path} is finished: every rollout is stored, so there is nothing to cancel\n"
     assert planned.status()["state"] == "finished"
     assert main(["cancel", str(planned.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["before"] == "finished"
     line = refused(["weights", "publish", str(planned.path), str(planned.path)], capsys)
-    assert f"{planned.path}: is finished, and no engine will load these weights" in line
+    assert f"{planned.path}: is finished, so no engine will load these weights" in line
 
 
 def test_jobs_of_a_slurm_that_is_not_here_are_not_said_to_be_cancelled(planned: Run, capsys: Capture) -> None:

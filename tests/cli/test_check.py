@@ -129,7 +129,7 @@ def test_a_site_that_cannot_be_asked_is_told_from_a_mistake_of_the_file(
     done = megaflow("check", campaign)
     assert done.returncode == 3
     assert "configuration source" in done.stderr
-    assert done.stderr.endswith("--no-site looks at it alone, and run --launcher local needs no Slurm\n")
+    assert done.stderr.endswith("--no-site checks it alone, and run --launcher local needs no Slurm\n")
 
 
 def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_left(
@@ -272,7 +272,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     weights.write_bytes(safetensors(b"1234"))
     assert said("path: model") == []
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
-    assert "model-00002-of-00002.safetensors: is not there, and" in said("path: model")[0]
+    assert "model-00002-of-00002.safetensors: is missing, although" in said("path: model")[0]
     snapshot = campaign.parent / "hub" / "hub" / "models--some--model" / "snapshots" / "1f"
     snapshot.parent.mkdir(parents=True)
     (directory / "model.safetensors.index.json").unlink()

@@ -32,7 +32,7 @@ def test_the_command_line_exports_and_imports(megaflow, run, tmp_path):
     result = megaflow("import", out / "trajectories.jsonl", "-o", back, "--json")
     assert json.loads(result.stdout) == {"file": str(back), "trajectories": 7}
     again = megaflow("import", out / "trajectories.jsonl", "-o", back)
-    assert (again.returncode, "is there already" in again.stderr) == (2, True)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
     forced = megaflow("import", out / "trajectories.jsonl", "-o", back, "--force", "--campaign", "other")
     assert (forced.returncode, forced.stdout, forced.stderr) == (0, f"{back}\n", "7 trajectories\n")
     with open_trajectories(back) as store:

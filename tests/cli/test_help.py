@@ -157,7 +157,7 @@ def test_output_that_nobody_takes_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    said = "megaflow-hpc: what was printed could not be written: No space left on device\n"
+    said = "megaflow-hpc: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 

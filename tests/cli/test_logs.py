@@ -71,11 +71,11 @@ def test_logs_lists_prints_and_names_what_there_is(megaflow, run: RunDir) -> Non
     assert found["lines"] == ["task/default/5: no end"]
     assert found["bytes_before"] == (run.logs / "pod-7_0.log").stat().st_size - len(found["lines"][0])
     assert megaflow("logs", run, "7_1").stdout == f"{'x' * logs.LINE} … cut\n"
-    assert "gather-9.log: nothing is written there yet" in megaflow("logs", run, "9").stderr
+    assert "gather-9.log: the log is still empty" in megaflow("logs", run, "9").stderr
     for name in ("pod", "7"):
         several = megaflow("logs", run, name)
         assert (several.returncode, several.stdout) == (2, "")
-        assert "several logs are called so; name one: pod-7_0, pod-7_1" in several.stderr
+        assert "several logs have this name; choose one: pod-7_0, pod-7_1" in several.stderr
     assert "there are: default.0.engine, gather-9, pod-7_0, pod-7_1" in megaflow("logs", run, "8").stderr
     assert "name the log to follow" in megaflow("logs", run, "--follow").stderr
 
@@ -95,7 +95,7 @@ def test_logs_of_a_rollout_are_what_everybody_says_of_it(megaflow, run: RunDir) 
     assert (len(found["lines"]), found["verifier_log"][:12]) == (3, "expected 42\n")
     waiting = megaflow("logs", run, "task/default/7")
     assert (waiting.returncode, waiting.stdout) == (0, "")
-    assert "task/default/7: nothing is written of it yet" in waiting.stderr
+    assert "task/default/7: nothing is logged about it yet" in waiting.stderr
     unknown = megaflow("logs", run, "tusk/default/5")
     assert unknown.returncode == 2
     assert "no trajectory 'tusk/default/5' among 1; there are: task/default/5" in unknown.stderr

@@ -158,18 +158,18 @@ def test_journals_go_for_good_only_after_a_yes(megaflow, run, monkeypatch):
     assert shown == {"journals": 1, "journal_bytes": size, "dry_run": True}
     said = f"{run}: journal files: 1, {size / 1e6:.1f} MB"
     assert megaflow(*compact, "--dry-run", "--yes").stdout == megaflow(*compact, "--dry-run").stdout
-    assert megaflow(*compact, "--dry-run").stdout == f"{said}, would go\n"
+    assert megaflow(*compact, "--dry-run").stdout == f"{said}, would be removed\n"
     ours, theirs = os.openpty()
     with open(os.devnull) as nobody, open(theirs) as terminal:
         monkeypatch.setattr("sys.stdin", nobody)
         result = megaflow(*compact)
         assert (result.returncode, result.stdout) == (2, "")
-        assert "Say so with --yes: there is no terminal to ask at" in result.stderr
+        assert "Confirm with --yes, since standard input is not a terminal" in result.stderr
         monkeypatch.setattr("sys.stdin", terminal)
         os.write(ours, b"\n")
         result = megaflow(*compact)
         assert (result.returncode, result.stdout) == (1, "")
-        assert f"{said}, go for good" in result.stderr
+        assert f"{said}, will be lost" in result.stderr
         assert list(run.journal.iterdir())
         os.write(ours, b"y\n")
         assert megaflow(*compact).returncode == 0

@@ -16,13 +16,13 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import GROUPS, build_parser, main
 from megaflow_hpc.cli.parser import verbs_of
 
-NO_RUN = "make one with: megaflow-hpc plan CAMPAIGN"
+NO_RUN = "create one with: megaflow-hpc plan CAMPAIGN"
 NO_CAMPAIGN = "correct the path"
 NO_STORE = "expected a trajectories.h5"
-NO_TASK = "make some with: megaflow-hpc tasks build"
+NO_TASK = "build some with: megaflow-hpc tasks build"
 
 WRONG = {
-    "init": ("/no/campaign.yaml", "/no/campaign.yaml", "make it, or name another file"),
+    "init": ("/no/campaign.yaml", "/no/campaign.yaml", "create it, or name another file"),
     "check": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "plan": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),

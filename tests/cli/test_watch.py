@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megaflow_hpc.campaign.run import Run
-from megaflow_hpc.cli.view.app import Looked, WatchApp
+from megaflow_hpc.cli.view.app import Polled, WatchApp
 from megaflow_hpc.cli.view.detail import DetailScreen, known
 from megaflow_hpc.cli.view.reader import RunView
 from megaflow_hpc.cli.view.rows import RolloutRows
@@ -93,9 +93,9 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             await shows(pilot, "later/1/0")
             assert rows.key == chosen  # what was stored meanwhile has not moved the choice to another
             app.push_screen(DetailScreen(chosen, app.reader))
-            app.on_looked(Looked(RunView(app.snapshot)))  # while that screen is being made
+            app.on_polled(Polled(RunView(app.snapshot)))  # while that screen is being made
             await shows(pilot, f"{chosen}  completed")
-        app.on_looked(Looked(RunView(app.snapshot)))  # one that comes when the screen is gone
+        app.on_polled(Polled(RunView(app.snapshot)))  # one that comes when the screen is gone
 
     asyncio.run(scenario())
 

@@ -35,7 +35,7 @@ def test_what_cannot_be_published_is_refused_with_the_reason(planned: Run, serve
         (publish(served, model), "several policies have models; name one with --policy; there are: a, b"),
         (publish(served, model, "--policy", "c"), "no policy 'c' with a model; there are: a, b"),
         (publish(served, model, "--policy", "a"), "has no script.yaml"),
-        (publish(served, "/no/model", "--policy", "a"), "/no/model: is no directory"),
+        (publish(served, "/no/model", "--policy", "a"), "/no/model: not a directory"),
         (publish(served, model, "--policy", "a", "--keep", "0"), "--keep: 0: give a whole number of at least 1"),
     ):
         assert main(words) == 2

@@ -117,8 +117,8 @@ VALUES = {
 }
 """A line of a campaign file → what is said of its value."""
 
-NO_RUN = "not a run directory (no run.json); make one with: megaflow-hpc plan CAMPAIGN"
-A_FILE = "file: a file, expected a run directory; see those here with: megaflow-hpc list"
+NO_RUN = "not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
+A_FILE = "file: a file, expected a run directory; list run directories with: megaflow-hpc list"
 NO_STORE = "expected a trajectories.h5"
 
 WORDS = {
@@ -138,7 +138,7 @@ WORDS = {
     "show {run} nosuch/default/0": "no trajectory 'nosuch/default/0' among 0",
     "show file 0": f"file: not an HDF5 file; {NO_STORE} (see: megaflow-hpc gather RUN)",
     "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}",
-    "du dir": "dir: not a run directory (no run.json); see those here with: megaflow-hpc list",
+    "du dir": "dir: not a run directory (no run.json); list run directories with: megaflow-hpc list",
     "export {run} --format jsnl": "format 'jsnl': there are jsonl, parquet, verl, areal, atif, preds",
     "export {run} --format ,": "format ',': there are jsonl, parquet, verl, areal, atif, preds",
     "export {run} --format jsonl --where 'rewrd > 1'": "column 1: no column 'rewrd'; there are: reward",
@@ -146,7 +146,7 @@ WORDS = {
     "import other.jsonl -o new.h5": "other.jsonl:1: no trajectory of ours (it lacks 'id', 'task_id', ",
     "import dir -o new.h5": "dir: cannot be read; expected JSON lines of megaflow-hpc export",
     "weights publish {run} dir": "no policy has a model; there are: none",
-    "tasks validate dir": "dir: no Harbor task directory (one with task.toml) there; make some with:",
+    "tasks validate dir": "dir: no Harbor task directory (one with task.toml) there; build some with:",
     "tasks import file": "file: expected a .jsonl file",
     "images pull ubuntu": "ubuntu: neither an address (docker://…) nor a SIF file; did you mean docker://ubuntu?",
     "images build docker://x --map foo": "--map foo: expected NAME=VALUE",

@@ -70,16 +70,16 @@ def crowded() -> Iterator[str]:
 
 
 REASONS = {
-    "Resources": "next in line",
+    "Resources": "next in the queue",
     "Priority": "of higher priority",
     "PartitionDown": "takes no jobs now.*resume RUN --partition",
     "PartitionTimeLimit": "more time than the partition.*resume RUN --time",
     "ReqNodeNotAvail.*|Nodes.required.*": "down, drained or reserved",
     "Dependency": "waits for other jobs",
-    "QOSMaxCpuPerUserLimit": "hold as much as they may",
-    "QOSMaxJobsPerUserLimit": "as many jobs",
+    "QOSMaxCpuPerUserLimit": "limit of resources",
+    "QOSMaxJobsPerUserLimit": "limit of jobs",
     "QOSMaxWallDurationPerJobLimit": "more time than the account or QOS.*resume RUN --time",
-    "AssocGrpCpuLimit": "hold as much as they may",
+    "AssocGrpCpuLimit": "limit of resources",
     "JobHeldUser": "scontrol release JOB",
     "BeginTime": "starts in a moment|delayed",
 }

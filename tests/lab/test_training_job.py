@@ -147,7 +147,7 @@ def test_by_hand_a_policy_that_is_not_trained_is_refused_and_the_trainer_needs_n
     words = ["sbatch", "--parsable", "--export=NONE", "--partition=gpu", "--gres=gpu:1", "--mem=1G", "--time=10"]
     log = tmp_path / "refused.log"
     job = subprocess.check_output([*words, "-o", str(log), script, run, "other"], text=True).strip()
-    until(lambda: "does not train the policy other, but: default" in _text(log), "it is refused")
+    until(lambda: "does not train the policy other; it trains: default" in _text(log), "it is refused")
     until(lambda: {s.state for s in accounting.finished_jobs([job]).values()} == {"FAILED"}, "and not requeued")
     log = tmp_path / "trainer.log"
     job = subprocess.check_output([*words, "-o", str(log), script, run], text=True).strip()

@@ -11,7 +11,7 @@ from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.rundir.events import RolloutEvent, decode, encode
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.condenser import Condenser
+from megaflow_hpc.rundir.pods.aggregator import EventAggregator
 from megaflow_hpc.types import Rollout
 
 
@@ -27,12 +27,12 @@ def test_rollouts_that_end_twice_do_not_stand_for_those_that_never_ran(tmp_path:
         path = run.event_file("7_0", start)
         path.write_bytes(said)
         if summaries:
-            condenser = Condenser()
+            aggregator = EventAggregator()
             for line in said.splitlines():
                 event = decode(line)
                 assert event is not None
-                condenser.apply(event)
-            summary.write(path, condenser.summary(len(said)))
+                aggregator.apply(event)
+            summary.write(path, aggregator.summary(len(said)))
     assert left.look() == Backlog(run).look() == {"p": 3}
     failed = RolloutEvent(t=2.0, id="t3/p/0", status="failed", kind="model")
     run.event_file("7_1", "0").write_bytes(encode(failed))

@@ -18,7 +18,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import PodEvent, RolloutEvent, StartEvent, encode
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, OPEN
-from megaflow_hpc.rundir.pods.condenser import SummaryWriter
+from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.operations import counted
 

@@ -31,7 +31,7 @@ def test_runs_are_found_newest_first_by_every_way_to_them_and_once(tmp_path: Pat
     (home / "foreign" / "run.json").write_text('{"format": "another"}')
     planned(home / "foreign" / "below", 1500)
     found = runs.find(home)
-    assert found == runs.Found([home / "runs" / "new", home / "foreign" / "below", old])
+    assert found == runs.FoundRuns([home / "runs" / "new", home / "foreign" / "below", old])
     assert runs.latest(home) == home / "runs" / "new"
     assert runs.find(old).runs == [old]
     assert runs.named(f"{home}/latest") == home / "runs" / "new"
@@ -52,7 +52,7 @@ def test_a_run_whose_planning_did_not_end_is_shown_and_never_the_latest(tmp_path
     (whole / "run.json").unlink()
     with pytest.raises(ConfigError, match=f"no run directory in {tmp_path} or 3 levels below; name one"):
         runs.latest(tmp_path)
-    with pytest.raises(ConfigError, match="no directory that can be read"):
+    with pytest.raises(ConfigError, match="not a readable directory"):
         runs.find(tmp_path / "missing")
 
 
@@ -63,8 +63,10 @@ def test_a_search_has_a_bound_and_near_runs_are_found_before_it(
     for number in range(20):
         (tmp_path / "data" / f"{number:02}" / "below").mkdir(parents=True)
     monkeypatch.setattr(runs, "DIRECTORIES", 10)
-    assert runs.find(tmp_path) == runs.Found([near], cut=True)
-    with pytest.raises(ConfigError, match=r"too much in .* to look through; name the run, or as DIR/latest"):
+    assert runs.find(tmp_path) == runs.FoundRuns([near], cut=True)
+    with pytest.raises(
+        ConfigError, match=r"too many files in .* to search; name the run, or its parent directory as DIR/latest"
+    ):
         runs.latest(tmp_path)
     monkeypatch.setattr(runs, "DIRECTORIES", 5000)
     monkeypatch.setattr(runs, "ENTRIES", 15)

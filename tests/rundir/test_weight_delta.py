@@ -81,11 +81,11 @@ def test_what_does_not_come_out_as_it_was_published_is_refused(tmp_path: Path) -
     other = model(tmp_path / "other", words + 1)
     with pytest.raises(ConfigError, match="SHA-256 differs"):
         put_together(tmp_path / "delta", other, tmp_path / "whole")
-    with pytest.raises(ConfigError, match="cannot be put together"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         put_together(tmp_path / "delta", tmp_path / "nowhere", tmp_path / "whole")
     file = tmp_path / "delta" / "model.safetensors.delta"
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ConfigError, match="cannot be put together"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         put_together(tmp_path / "delta", base, tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "delta", "new", "other"]
 

@@ -278,7 +278,7 @@ def soft_limit(pid: int) -> int:
 
 def test_server_and_runner_raise_their_limit(servers: Servers, tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    enough = limits.ENOUGH if hard == resource.RLIM_INFINITY else min(hard, limits.ENOUGH)
+    enough = limits.MAX_SOFT_LIMIT if hard == resource.RLIM_INFINITY else min(hard, limits.MAX_SOFT_LIMIT)
     ours, theirs = socket.socketpair()
     with descriptors(512):
         servers.script(ECHO)

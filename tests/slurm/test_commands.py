@@ -21,7 +21,7 @@ from megaflow_hpc.rundir.record import ServerGroup, read_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, reasons, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays
-from megaflow_hpc.slurm.efficiency import SETTLED_S, Use, efficiencies
+from megaflow_hpc.slurm.efficiency import ACCOUNTING_DELAY_S, JobUse, efficiencies
 from megaflow_hpc.slurm.resources import Cap
 from tests.support.training import training_run
 
@@ -119,9 +119,9 @@ def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
     ("reason", "word"),
     [
         ("PartitionTimeLimit", "more time than the partition"),
-        ("QOSMaxJobsPerUserLimit", "as many jobs"),
-        ("AssocGrpCpuLimit", "hold as much"),
-        ("AssocMaxJobsLimit", "as many jobs"),
+        ("QOSMaxJobsPerUserLimit", "limit of jobs"),
+        ("AssocGrpCpuLimit", "limit of resources"),
+        ("AssocMaxJobsLimit", "limit of jobs"),
         ("QOSMaxCpuPerJobLimit", "one job"),
         ("QOSMaxWallDurationPerJobLimit", "more time than"),
         ("AssocGrpCPURunMinutesLimit", "used up"),
@@ -174,7 +174,7 @@ def test_what_elements_used_is_read_beside_what_they_held(prints: Print) -> None
         "7_2|PENDING|Unknown|Unknown|0|00:00:00||\n",
     )
     first, again, running = efficiencies(["7"])
-    assert (first.use, first.state) == (Use("7_0", 1795335100, 1795335160, 4, 0), "COMPLETED")
+    assert (first.use, first.state) == (JobUse("7_0", 1795335100, 1795335160, 4, 0), "COMPLETED")
     assert (first.cpu_s, first.memory_asked_mb, first.memory_peak_mb) == (90.5, 8192.0, 3584.0)
     assert (again.use.gpus, again.cpu_s, again.memory_asked_mb, again.memory_peak_mb) == (2, 86401.0, 8000.0, 1.0)
     assert (running.use.ended_at, running.memory_peak_mb) == (None, None)
@@ -182,7 +182,7 @@ def test_what_elements_used_is_read_beside_what_they_held(prints: Print) -> None
 
 def test_of_jobs_that_are_final_accounting_is_asked_once(prints: Print, tmp_path: Path) -> None:
     kept, now = tmp_path / "accounting.json", int(time.time())
-    ended, just = f"{now - 9000}|{now - 8000}", f"{now - 9000}|{now - int(SETTLED_S / 2)}"
+    ended, just = f"{now - 9000}|{now - 8000}", f"{now - 9000}|{now - int(ACCOUNTING_DELAY_S / 2)}"
     rest = "4|00:10.000|cpu=4,mem=8G,node=1|\n"
     rows = {
         "7": f"7_0|REQUEUED|{ended}|{rest}7_0|COMPLETED|{ended}|{rest}7_0.0|COMPLETED|{ended}|4|00:10.000||mem=2G\n",

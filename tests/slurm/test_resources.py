@@ -77,7 +77,7 @@ def test_pods_are_throttled_to_what_resources_leave_beside_the_engines() -> None
     allowed = limits.Allowance(running=15, caps=(CPUS,))
     (job,) = arrays.pod_jobs(parsed, RunDir("/r"), allowed, engines=2)
     assert job.indices == "0-19%4"
-    (job,) = arrays.pod_jobs(parsed, RunDir("/r"), allowed, engines=2, beside=[{"cpu": 8}] * 2)
+    (job,) = arrays.pod_jobs(parsed, RunDir("/r"), allowed, engines=2, server_amounts=[{"cpu": 8}] * 2)
     assert job.indices == "0-19%3"
-    (job,) = arrays.pod_jobs(parsed, RunDir("/r"), allowed, engines=2, beside=[{"cpu": 60}])
+    (job,) = arrays.pod_jobs(parsed, RunDir("/r"), allowed, engines=2, server_amounts=[{"cpu": 60}])
     assert job.indices == "0-19%1"

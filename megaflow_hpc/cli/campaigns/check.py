@@ -1,4 +1,4 @@
-"""``check``: a campaign file alone, before anything is made or queued, and then what the site would say to it."""
+"""``check``: validates a campaign file alone, and then against the site. It creates and submits nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import ConfigError, SiteError
 
-MOST_LINES = 100
+MAX_LINES = 100
 
 
 def register(subparsers: Subparsers) -> None:
@@ -18,14 +18,14 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "check",
         _check,
-        "find what is wrong with a campaign file",
+        "find errors in a campaign file",
         examples=["check campaign.yaml", "check campaign.yaml --no-site --json"],
-        description="Reads a campaign file with its tasks and models and says everything that is wrong with it, each "
-        "mistake with file, line and remedy; then what is wrong for this site: partitions, walltimes, limits, "
-        "sandboxes. Nothing is made, fetched or queued.",
+        description="Reads a campaign file with its tasks and models and reports every error, "
+        "with file, line and remedy. Then it checks the campaign against this site: partitions, walltimes, limits, "
+        "sandboxes. It creates, fetches and submits nothing.",
     )
     parser.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
-    parser.add_argument("--no-site", action="store_true", help="only the file: ask neither Slurm nor Apptainer")
+    parser.add_argument("--no-site", action="store_true", help="check only the file, without Slurm and Apptainer")
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -46,14 +46,14 @@ def _check(arguments: argparse.Namespace) -> int:
         )
     else:
         wrong = [*found.file, *found.site]
-        for line in wrong[:MOST_LINES]:
+        for line in wrong[:MAX_LINES]:
             note(line)
-        if len(wrong) > MOST_LINES:
-            note(f"… and {len(wrong) - MOST_LINES} more; --json prints them all")
+        if len(wrong) > MAX_LINES:
+            note(f"… and {len(wrong) - MAX_LINES} more; --json prints them all")
         for line in found.warnings:
             note(f"warning: {line}")
         if not found.file and any(not line.startswith(arguments.campaign) for line in found.site):
-            note("nothing is wrong with the file; --no-site looks at it alone, and run --launcher local needs no Slurm")
+            note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
         if not found.file and not found.site:
             say(f"{arguments.campaign}: ok: {found.tasks} tasks, {found.rollouts} rollouts")
     if found.file:

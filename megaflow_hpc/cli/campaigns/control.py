@@ -1,4 +1,4 @@
-"""Verbs about a run that there is: resume, scale, cancel, gather."""
+"""Verbs for an existing run: resume, scale, cancel, gather."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "resume",
         _resume,
-        "continue a run; nothing that is stored is run again",
+        "continue a run; stored rollouts are not run again",
         examples=[
             "resume RUN",
             "resume RUN --failed --no-wait",
             "resume RUN --time 8:00:00 --time servers=12:00:00 --mem 64",
             "resume RUN --limit gpu_hours=200 --limit wall=none",
         ],
-        description="Queues what a run still needs, whatever ended it: a limit, a walltime, Ctrl-C, a broken node.",
+        description="Submits jobs for the missing rollouts, whatever ended the run: a limit, a walltime, Ctrl-C, a "
+        "broken node.",
     )
     add_run(resume)
-    resume.add_argument("--failed", action="store_true", help="also run again what failed")
-    resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="run again these, where they failed")
+    resume.add_argument("--failed", action="store_true", help="also repeat failed rollouts")
+    resume.add_argument("--only", nargs="+", default=[], metavar="ID", help="also repeat these rollouts if they failed")
     resume.add_argument(
         "--limit",
         action="append",
@@ -53,31 +54,32 @@ def register(subparsers: Subparsers) -> None:
             dest="requests",
             help=f"{what} of new jobs: of the pods, or as servers={metavar}, trainer=…, gather=…; none: the site's",
         )
-    resume.add_argument("--no-wait", action="store_true", help="queue and return")
+    resume.add_argument("--no-wait", action="store_true", help="submit and return")
     add_launcher(resume)
 
     scale = add_verb(
         subparsers,
         "scale",
         _scale,
-        "add pods to a running campaign, or let some go",
+        "add pods to a running campaign, or release some",
         examples=["scale RUN --pods 12", "scale RUN --servers 4 --policy student"],
-        description="Sets the number of pods, or of engine servers, from now on. Pods that leave finish what they run.",
+        description="Sets the number of pods or of engine servers from now on. Released pods finish their running "
+        "rollouts.",
     )
     add_run(scale)
     scale.add_argument("--pods", type=whole(), metavar="N", help="target number of pods, queued or running")
     scale.add_argument(
         "--servers", type=whole(), metavar="N", help="target number of engine servers; held ones are released"
     )
-    scale.add_argument("--policy", help="with --servers: the model's policy, where there are several")
+    scale.add_argument("--policy", help="with --servers: the model's policy, if there are several")
 
     cancel = add_verb(
         subparsers,
         "cancel",
         _cancel,
-        "cancel a run's jobs; what is stored stays",
+        "cancel a run's jobs; stored results stay",
         examples=["cancel RUN"],
-        description="Cancels every job of the run. What is stored stays, and megaflow-hpc resume goes on with it.",
+        description="Cancels every job of the run. Stored results stay, and megaflow-hpc resume continues the run.",
     )
     add_run(cancel)
 
@@ -87,11 +89,13 @@ def register(subparsers: Subparsers) -> None:
         _gather,
         "write trajectories.h5 from the journals",
         examples=["gather RUN", "gather latest --rebuild"],
-        description="Writes what is stored so far into RUN/trajectories.h5, while the campaign runs or after it.",
+        description="Writes all results stored so far into RUN/trajectories.h5, while the campaign runs or after it.",
     )
     add_run(gather)
-    gather.add_argument("--rebuild", action="store_true", help="even if trajectories.h5 is up to date")
-    gather.add_argument("--wait", action="store_true", help="first for the pods, those at other clusters too")
+    gather.add_argument("--rebuild", action="store_true", help="rebuild trajectories.h5 even if it is up to date")
+    gather.add_argument(
+        "--wait", action="store_true", help="first wait for the pods, including those on other clusters"
+    )
     gather.add_argument("--end-servers", nargs="+", default=[], metavar="JOB", help="first cancel these engine arrays")
 
 
@@ -107,8 +111,9 @@ def _resume(arguments: argparse.Namespace) -> int:
     if edited := run.edits.tasks():
         shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
         note(
-            f"{len(edited)} tasks were changed after the run was planned, and their rollouts fail: {shown}; put their "
-            "files back as they were, or plan a new run"
+            f"{len(edited)} tasks were changed after the run was planned, so their rollouts fail: {shown}; restore "
+            f"their "
+            "files, or plan a new run"
         )
     requests: dict[str, dict[str, Any]] = {}
     for role, key, value in arguments.requests:
@@ -119,7 +124,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         if not run.resume(
             arguments.failed, arguments.only, arguments.launcher, arguments.ranks, limits=limits, requests=requests
         ):
-            more = "" if arguments.failed else "; failed ones run again with --failed"
+            more = "" if arguments.failed else "; repeat the failed ones with --failed"
             note(f"nothing to do: every rollout is stored{more}")
             return True
         say_notices(run.slurm_jobs)
@@ -157,7 +162,7 @@ def _scale_servers(run: Any, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "servers": arguments.servers, "added": going})
     else:
-        say("\n".join(f"released {element}" for element in going) or "no server is held that this number needs")
+        say("\n".join(f"released {element}" for element in going) or "no held server is needed for this number")
     return 0
 
 
@@ -170,10 +175,10 @@ def _cancel(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
         return 0
-    said = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"pod {pod} here drains" for pod in done.pods]
+    said = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"local pod {pod} drains" for pod in done.pods]
     say("\n".join(said) or "nothing was queued or running")
     if done.before == "finished":
-        note(f"{run.path} is finished: every rollout is stored, and nothing is left to cancel")
+        note(f"{run.path} is finished: every rollout is stored, so there is nothing to cancel")
     else:
         note(f"continue with: megaflow-hpc resume {run.path}")
     return 0
@@ -187,7 +192,7 @@ def _gather(arguments: argparse.Namespace) -> int:
         note(f"waiting for the pods of {run.path}")
         run.slurm_jobs.until_pods_left()
     with under_way(f"gathering {run.path}"):
-        # First: gathering may take long, and nobody asks the engines any more.
+        # End the servers first: gathering may take long, and the engines get no more requests.
         ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
         path = run.gather(arguments.rebuild)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Implements ``--dry-run`` of ``run`` and ``submit``: prints every script, and on stderr the estimate."""
+"""``--dry-run`` of ``run`` and ``submit``: prints every script on stdout and an estimate of the cost on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dry-run``, and what tells it how long rollouts take."""
+    """Adds ``--dry-run`` and the options that set the assumed duration of rollouts."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -26,17 +26,17 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
         "--like", metavar="RUN", type=run_path, help="with --dry-run: rollouts take as long as in this run"
     )
     parser.add_argument(
-        "--rollout-seconds", metavar="N", type=above_zero, help="with --dry-run: every rollout takes so long"
+        "--rollout-seconds", metavar="N", type=above_zero, help="with --dry-run: every rollout takes N seconds"
     )
 
 
 def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
-    """Prints scripts and estimate; returns the exit status."""
+    """Prints scripts and estimate. Returns the exit status."""
     from megaflow_hpc.slurm import script
 
     with PlanProgress() as watch:
         jobs, found = campaign.estimate(
-            getattr(arguments, "launcher", "slurm"),  # submit has none: it queues
+            getattr(arguments, "launcher", "slurm"),  # submit has no --launcher: it always uses Slurm
             arguments.run_dir,
             arguments.only,
             getattr(arguments, "ranks", 1),
@@ -55,7 +55,7 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
 
 
 def _lines(found: Estimate) -> list[str]:
-    """The estimate as a person reads it."""
+    """Format the estimate for a person."""
     wait = "" if found.jobs and found.jobs[0].role == "local" else " and the wait in the queue"
     blocks = f" in {_count(found.blocks, 'block')}" if found.blocks else ""
     said = [
@@ -67,7 +67,7 @@ def _lines(found: Estimate) -> list[str]:
         if hours.expected or hours.by_walltime:
             most = "no walltime bounds it"
             if hours.by_walltime is not None:
-                most = f"at most {hours.by_walltime:,.1f} by walltime, and that once more for each requeue"
+                most = f"at most {hours.by_walltime:,.1f} by walltime, and the same again for each requeue"
             said.append(f"{name}: {hours.expected:,.1f} expected, {most}")
     for job in found.jobs:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)

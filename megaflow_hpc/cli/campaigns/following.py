@@ -1,4 +1,4 @@
-"""A campaign followed to its end: progress, Ctrl-C, and the summary."""
+"""Follow a campaign to its end: progress, Ctrl-C and the summary."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megaflow_hpc.texts import in_one_line
 
 
 def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[], bool]) -> int:
-    """Starts, follows and ends with the summary; Ctrl-C cancels, keeps what is done and says how to go on.
+    """Starts and follows a run and prints its summary. Ctrl-C cancels the jobs, keeps results and prints how to resume.
 
     Args:
-        start: returns whether there is something to follow.
+        start: Starts the run. Returns whether there is something to follow.
     """
     progress = ProgressLine(run.config.name)
     said: list[str] = []
 
     def interrupted() -> None:
         progress.close()
-        what = "cancelling the jobs" if run.local is None else "the pod here stops, within a minute"
-        said.append(f"interrupted: {what}; what is stored stays (once more: at once)")
+        what = "cancelling the jobs" if run.local is None else "the local pod stops within a minute"
+        said.append(f"interrupted: {what}; stored results stay (press Ctrl-C again to stop at once)")
         note(said[-1])
 
     try:
@@ -58,7 +58,7 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
                 except MegaflowError as error:
                     note(f"{error}")
         except KeyboardInterrupt:
-            note("at once: nothing was gathered")
+            note("stopped at once: nothing was gathered")
         note(f"continue with: megaflow-hpc resume {run.path}")
         return 130
     finally:
@@ -88,15 +88,15 @@ def _conclude(result: dict[str, Any], as_json: bool) -> int:
                 f"continue with: megaflow-hpc resume {result['run']}"
             )
         elif counts["failed"]:
-            say(f"run the failed again with: megaflow-hpc resume {result['run']} --failed")
+            say(f"repeat the failed rollouts with: megaflow-hpc resume {result['run']} --failed")
         say(f"results: {result['run']}")
     if missing and result["unstarted"] and not result["pods"]:
         return SiteError.exit_status
-    return 1 if missing or counts["failed"] else 0  # cancelled: by the campaign's own rules of groups
+    return 1 if missing or counts["failed"] else 0  # rollouts that the campaign's group rules cancelled are no failures
 
 
 def say_notices(*of: Any) -> None:
-    """Prints what planning, or the last start of jobs, left to be known."""
+    """Prints the notices left by planning or by the last start of jobs."""
     for each in of:
         for line in each.notices:
             note(line)
@@ -108,7 +108,7 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("auto", "local", "slurm"),
         default="auto",
-        help="where pods and engines run; auto (the default): on Slurm where there is one",
+        help="where pods and engines run; auto (the default): on Slurm if it is available",
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="local only: MPI ranks of the pod (1: no MPI)"

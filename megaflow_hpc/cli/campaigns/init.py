@@ -1,4 +1,4 @@
-"""``init``: a first campaign file for this directory and this site."""
+"""``init``: writes a first campaign file for this directory and this site."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def register(subparsers: Subparsers) -> None:
         "write a campaign file for this site",
         examples=["init", "init experiments/first.yaml", "init --force"],
         description="Writes a commented campaign file of at most 40 lines, with this site's partitions, accounts and "
-        "walltimes, the tasks that lie beside it, and a model where one is at hand. Asks nothing; what could not be "
-        "found out is a comment.",
+        "walltimes, the tasks next to it, and a model if one is available. Asks no questions; values that could not be "
+        "determined are comments.",
     )
     parser.add_argument(
         "path", metavar="PATH", nargs="?", default="campaign.yaml", help="file or directory; default: campaign.yaml"
     )
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -36,11 +36,11 @@ def _init(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
     path = path / "campaign.yaml" if path.is_dir() else path
     if path.exists() and not arguments.force:
-        raise ConfigError(f"{path}: is there already; name another file, or replace it with --force")
+        raise ConfigError(f"{path}: exists already; name another file, or replace it with --force")
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no directory {path.parent}; make it, or name another file")
+        raise ConfigError(f"{path}: there is no directory {path.parent}; create it, or name another file")
     with PlanProgress() as watch:
-        watch.step("looking at this site")
+        watch.step("examining this site")
         found = Starter.of(path.parent)
     write_atomic(path, found.text())
     for line in found.notices:

@@ -1,4 +1,4 @@
-"""Verbs that a campaign file is handed to: plan, run, submit."""
+"""Verbs that take a campaign file: plan, run, submit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "plan",
         _plan,
-        "make the run directory and queue nothing",
+        "create the run directory and submit nothing",
         examples=["plan campaign.yaml", "plan campaign.yaml --only 'fix-*/default/0' --run-dir runs/trial"],
-        description="Checks the campaign file, its tasks and the site, makes the run directory and prints it; on "
-        "stderr the commands that queue it by hand.",
+        description="Checks the campaign file, its tasks and the site, creates the run directory and prints it. On "
+        "stderr it prints the commands that submit the run by hand.",
     )
     _add_campaign(plan)
 
@@ -31,8 +31,8 @@ def register(subparsers: Subparsers) -> None:
         _run,
         "submit, follow, gather and print the summary",
         examples=["run campaign.yaml", "run campaign.yaml --launcher local --ranks 4"],
-        description="Plans the campaign, submits it, shows how far it is, and prints the summary at its end. Ctrl-C "
-        "cancels the jobs and keeps what is stored; megaflow-hpc resume goes on from there.",
+        description="Plans the campaign, submits it, shows its progress, and prints the summary at its end. Ctrl-C "
+        "cancels the jobs and keeps stored results; megaflow-hpc resume continues from there.",
     )
     _add_campaign(run)
     add_launcher(run)
@@ -42,10 +42,10 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "submit",
         _submit,
-        "queue the campaign and return",
+        "submit the campaign and return",
         examples=["submit campaign.yaml --dry-run", "submit campaign.yaml"],
-        description="Plans the campaign, queues its jobs and prints the run directory and the jobs. Close the terminal "
-        "if you like: follow with megaflow-hpc watch RUN.",
+        description="Plans the campaign, submits its jobs and prints the run directory and the jobs. You may close "
+        "the terminal. Follow the run with megaflow-hpc watch RUN.",
     )
     _add_campaign(submit)
     add_dry_run(submit)
@@ -81,7 +81,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _by_hand(run: Any) -> list[str]:
-    """The commands that submit a planned run without this one."""
+    """Return the commands that submit a planned run by hand."""
     from megaflow_hpc.campaign.job_requests import by_hand
 
     return by_hand(run.config, run.dir, run.record.server_groups)

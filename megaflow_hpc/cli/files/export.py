@@ -1,4 +1,4 @@
-"""``export`` writes trajectories in the formats of other programs; ``import`` makes a campaign file of JSON lines."""
+"""``export`` writes trajectories in other programs' formats. ``import`` creates a campaign file from JSON lines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import in_one_line
 
 FORMATS = """\
-Writes the trajectories of a campaign for other programs. Works while the campaign runs, keeps little in memory, and
-replaces a file only when the new one is whole.
+Writes the trajectories of a campaign for other programs. Works while the campaign runs, needs little memory, and
+replaces a file only when the new one is complete.
 
 formats:
   jsonl    everything, one trajectory a line; megaflow-hpc import reads it back
@@ -22,7 +22,7 @@ formats:
   verl     verl.parquet: prompts, responses, masks and log-probabilities per token sequence
   areal    areal.parquet: input_ids, loss_mask, logprobs, versions, rewards per token sequence
   atif     atif/: Harbor's trajectory format, one JSON document per trajectory
-  preds    preds.json: SWE-bench predictions, from the patch that each rollout left
+  preds    preds.json: SWE-bench predictions, from the patch of each rollout
 
 An expression names columns of the campaign file (status, reward, policy, group, task, agent, turns, …), rewards by
 their names (rewards['tests']), tokens, duration_s, weight_version_min and weight_version_max.
@@ -45,11 +45,16 @@ def register(subparsers: Subparsers) -> None:
     )
     add_run(export, file=True)
     export.add_argument(
-        "--format", required=True, metavar="F[,F…]", help="jsonl, parquet, verl, areal, atif, preds; several by commas"
+        "--format",
+        required=True,
+        metavar="F[,F…]",
+        help="jsonl, parquet, verl, areal, atif, preds; separated by commas",
     )
-    export.add_argument("--where", metavar="EXPR", help="only those for which the expression is true")
+    export.add_argument("--where", metavar="EXPR", help="only trajectories for which the expression is true")
     add_output(export, "directory to write to (RUN/export)", metavar="DIR")
-    export.add_argument("--compress", choices=("none", "gz", "zst"), default="none", help="of JSON lines (none)")
+    export.add_argument(
+        "--compress", choices=("none", "gz", "zst"), default="none", help="compression of JSON lines (none)"
+    )
 
     back = add_verb(
         subparsers,
@@ -57,13 +62,13 @@ def register(subparsers: Subparsers) -> None:
         _import,
         "make a trajectories.h5 from exported JSON lines",
         examples=["import trajectories.jsonl.zst -o trajectories.h5"],
-        description="Reads what megaflow-hpc export --format jsonl wrote, plain or compressed, into a new campaign "
+        description="Reads the output of megaflow-hpc export --format jsonl, plain or compressed, into a new campaign "
         "file with the same columns.",
     )
     back.add_argument("file", metavar="FILE", help="JSON lines, plain, .gz or .zst")
     add_output(back, "the campaign file to write", required=True, metavar="FILE.h5")
-    back.add_argument("--campaign", metavar="NAME", help="name of the campaign (FILE's)")
-    back.add_argument("--force", action="store_true", help="replace a file that is there")
+    back.add_argument("--campaign", metavar="NAME", help="name of the campaign (default: FILE's)")
+    back.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -99,7 +104,7 @@ def _import(arguments: argparse.Namespace) -> int:
     importing = import_module("megaflow_hpc.trajectories.exports.import_jsonl")
     target = Path(arguments.output)
     if target.exists() and not arguments.force:
-        raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
+        raise ConfigError(f"{target}: exists already; name another file, or replace it with --force")
     with under_way(f"importing {arguments.file}") as watch:
         count = importing.import_jsonl(
             Path(arguments.file),

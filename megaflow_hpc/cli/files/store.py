@@ -1,4 +1,4 @@
-"""``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``: campaign files checked, shrunk, copied, measured."""
+"""``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``: verbs for campaign files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def register(subparsers: Subparsers) -> None:
         _validate,
         "check a trajectories.h5 against the schema",
         examples=["validate RUN", "validate shared.h5 --json"],
-        description="Checks datasets, types, offsets and what must hold between columns. Exit status 1 if anything is "
-        "wrong, 2 if the file is none of ours.",
+        description="Checks datasets, types, offsets and consistency between columns. Exit status 1 if anything is "
+        "wrong, 2 if the file is not in our format.",
     )
     add_run(validate, file=True)
 
@@ -46,26 +46,26 @@ def register(subparsers: Subparsers) -> None:
             "compact RUN --drop-journals --dry-run",
             "compact RUN --drop-journals --yes",
         ],
-        description="Writes the file anew without attempts that a later one superseded, in place or to --output. With "
-        "--drop-journals instead: removes the journals of a finished run, once its file is verified to hold "
-        "all of them. Nothing brings these back, and the run cannot be resumed after: it asks first on a terminal, and "
-        "needs --yes elsewhere.",
+        description="Rewrites the file without superseded attempts, in place or to --output. With "
+        "--drop-journals it instead removes the journals of a finished run, after verifying that its file holds "
+        "all of them. This cannot be undone, and the run cannot be resumed afterwards. It asks first on a terminal, "
+        "and elsewhere it needs --yes.",
     )
     add_run(compact, file=True)
-    add_output(compact, "write there instead of in its place", metavar="FILE")
+    add_output(compact, "write to FILE instead of in place", metavar="FILE")
     compact.add_argument(
         "--drop-artifacts",
         metavar="PATTERN",
         action="append",
         default=[],
-        help="also leave these files out, e.g. '*.log'",
+        help="also drop these artifacts, e.g. '*.log'",
     )
     compact.add_argument(
         "--drop-journals",
         action="store_true",
-        help="of a finished RUN: remove the journals once its trajectories.h5 is verified to hold them",
+        help="remove the journals of a finished RUN after verifying that its trajectories.h5 holds them",
     )
-    compact.add_argument("--dry-run", action="store_true", help="with --drop-journals: say what would go, and how much")
+    compact.add_argument("--dry-run", action="store_true", help="with --drop-journals: print what would be removed")
     compact.add_argument("--yes", action="store_true", help="with --drop-journals: do not ask")
 
     anonymise = add_verb(
@@ -74,25 +74,25 @@ def register(subparsers: Subparsers) -> None:
         _anonymise,
         "copy a trajectories.h5 without names of users, hosts, jobs and home directories",
         examples=["anonymise RUN -o shared.h5 --name turing"],
-        description="Writes a copy in which names of users, hosts, jobs and home directories are replaced, in every "
+        description="Writes a copy in which names of users, hosts, jobs and home directories are replaced in every "
         "text of every rollout.",
     )
     add_run(anonymise, file=True)
-    add_output(anonymise, "the copy, which must not exist", required=True, metavar="FILE")
+    add_output(anonymise, "the copy, which must not exist yet", required=True, metavar="FILE")
     anonymise.add_argument(
-        "--name", metavar="WORD", action="append", default=[], help="a further word to remove (repeatable)"
+        "--name", metavar="WORD", action="append", default=[], help="another word to remove (repeatable)"
     )
     anonymise.add_argument(
         "--keep-tokens",
         action="store_true",
-        help="keep the token sequences of rollouts whose messages were changed: their ids still spell the old text",
+        help="keep the token sequences of rollouts with changed messages, although their ids still spell the old text",
     )
 
     du = add_verb(
         subparsers,
         "du",
         _du,
-        "say where the bytes of a run or of a trajectories.h5 are",
+        "show how much space each part of a run or a trajectories.h5 takes",
         examples=["du RUN", "du RUN/trajectories.h5 --json"],
     )
     add_run(du, file=True)
@@ -140,7 +140,7 @@ def _compact(arguments: argparse.Namespace) -> int:
     if arguments.drop_journals:
         return _drop_journals(path, arguments)
     if arguments.dry_run or arguments.yes:
-        raise ConfigError("compact: --dry-run and --yes go with --drop-journals")
+        raise ConfigError("compact: --dry-run and --yes need --drop-journals")
     with under_way(f"compacting {path}"):
         counts = compact(gathered(path), arguments.output or None, arguments.drop_artifacts)
     _print_counts(counts, arguments.json)
@@ -159,9 +159,9 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
             held = drop_journals(run, dry_run=True)
         what = f"{path}: journal files: {held['journals']}, {held['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:
-            print_json({**held, "dry_run": True}) if arguments.json else say(f"{what}, would go")
+            print_json({**held, "dry_run": True}) if arguments.json else say(f"{what}, would be removed")
             return 0
-        if not confirmed(f"{what}, go for good; the run cannot be resumed after. Remove them?", "--yes"):
+        if not confirmed(f"{what}, will be lost; the run cannot be resumed afterwards. Remove them?", "--yes"):
             note("nothing was removed")
             return 1
     with under_way(f"checking {path}"):
@@ -177,7 +177,7 @@ def _anonymise(arguments: argparse.Namespace) -> int:
     with under_way(f"copying {arguments.run_dir}"):
         result = anonymise(gathered(arguments.run_dir), Path(arguments.output), arguments.name, arguments.keep_tokens)
     _print_counts(result, arguments.json)
-    note("names that nobody listed and no path shows are still there: read a few trajectories before sharing")
+    note("names that were neither listed nor found in a path are still there: read a few trajectories before sharing")
     return 0
 
 
@@ -193,7 +193,7 @@ def _du(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.run_dir)
     if path.is_dir() and not any((path / part).exists() for part in ("run.json", "journal", "trajectories.h5")):
-        raise ConfigError(f"{path}: not a run directory (no run.json); see those here with: megaflow-hpc list")
+        raise ConfigError(f"{path}: not a run directory (no run.json); list run directories with: megaflow-hpc list")
     with under_way(f"measuring {path}"):
         shares = of_run(path) if path.is_dir() else of_file(path)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""``megaflow-hpc agents``: those there are, what each needs, and one of your own to begin with."""
+"""``megaflow-hpc agents``: lists agents with their requirements, and creates an agent to start from."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ def register(subparsers: Subparsers) -> None:
     verbs = add_group(
         subparsers,
         "agents",
-        "list agents, and begin one of your own",
+        "list agents, and create your own",
         examples=["agents list", "agents new my_agent"],
-        description="What can drive a rollout: agents that come with the package, and Python of your own.",
+        description="Agents drive rollouts. Some come with the package; your own are Python classes.",
     )
     add_verb(
         verbs,
         "list",
         run_list,
-        "print the agents that a campaign can name, and what each lacks here",
+        "print the agents that a campaign can name, and the missing requirements of each",
         examples=["agents list"],
     )
     new = add_verb(
         verbs,
         "new",
         run_new,
-        "write an agent of your own to begin with: one Python file that works as it is",
-        examples=["agents new my_agent                # my_agent.py, beside campaign.yaml", "agents new my_agent work"],
-        description="Writes NAME.py: a class with a loop of model calls and commands, to be changed. "
-        f"It is found beside the campaign file; {docs('how-to/agents.md')} explains it.",
+        "write a working agent to start from, as one Python file",
+        examples=[
+            "agents new my_agent                # my_agent.py, next to campaign.yaml",
+            "agents new my_agent work",
+        ],
+        description="Writes NAME.py: a class with a loop of model calls and commands, for you to change. "
+        f"Put it next to the campaign file; {docs('how-to/agents.md')} explains it.",
     )
     new.add_argument("name", metavar="NAME", help="name of the module, such as my_agent")
-    new.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where the file goes; default: here")
+    new.add_argument("directory", metavar="DIR", nargs="?", default=".", help="directory of the file; default: here")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the agents that come with the package; returns the exit status."""
+    """Prints the agents that come with the package. Returns the exit status."""
     from megaflow_hpc.agents.registry import known_agents
 
     agents = known_agents()
@@ -55,12 +58,12 @@ def run_list(arguments: argparse.Namespace) -> int:
     for agent in agents:
         if agent.lacks:
             say(agent.lacks)
-    say("Your own: package.module:Class; begin one with: megaflow-hpc agents new my_agent")
+    say("Your own: package.module:Class; create one with: megaflow-hpc agents new my_agent")
     return 0
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes an agent to begin with; returns the exit status."""
+    """Writes an agent to start from. Returns the exit status."""
     from megaflow_hpc.agents import code
 
     path = code.start(arguments.name, Path(arguments.directory))
@@ -68,5 +71,5 @@ def run_new(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"path": str(path), "agent": agent})
     else:
-        say(f"{path}\nin a campaign file beside it:\n  agent: {{name: {agent}, max_turns: 30}}")
+        say(f"{path}\nin a campaign file next to it:\n  agent: {{name: {agent}, max_turns: 30}}")
     return 0

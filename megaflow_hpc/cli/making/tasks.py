@@ -1,4 +1,4 @@
-"""``megaflow-hpc tasks``: import tasks, make them from real bugs, prove them, list them."""
+"""``megaflow-hpc tasks``: imports tasks, builds them from real bugs, validates and lists them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megaflow_hpc.resources import docs
 BUILD = f"""\
 A bug file names two releases of a package, the tests that tell them apart and an issue text; an example is in
 {docs("how-to/real-bugs.md")}.
-Both source distributions are fetched by pip as it is configured. What is there already is kept, so the command can be
+Pip fetches both source distributions, with its own configuration. Existing files are kept, so the command can be
 repeated after an interruption.
 
-With --base the image that all of them name is built too, over an image that has python3 and git.
+With --base the tasks' common image is built too, on top of an image that has python3 and git.
 
 then, in a campaign file:
   tasks: [tasks/bugs/*]
@@ -28,10 +28,10 @@ then, in a campaign file:
 """
 
 VALIDATE = """\
-Each task runs twice in fresh sandboxes: as it is (reward 0 expected) and with its own solution (reward 1 expected). For
-tasks of tasks build single tests are compared too: a named test must fail before, not merely be missing. Sandboxes and
-verification are a campaign's: by default one without limits of its own, else that of --campaign. Exit status 1 if a
-task is not valid.
+Each task runs twice in fresh sandboxes: unchanged (reward 0 expected) and with its solution (reward 1 expected). For
+tasks made by tasks build, single tests are compared too: a named test must fail before, not just be missing.
+Sandboxes and verification follow the campaign file of --campaign, or the defaults. Exit status 1 if a
+task is invalid.
 """
 
 
@@ -48,7 +48,7 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "build",
         run_build,
-        "make Harbor task directories and their image from real bugs of released packages",
+        "build Harbor task directories and their image from real bugs of released packages",
         examples=[
             "tasks build bugs.yaml -o tasks/bugs                   # task directories only",
             "tasks build bugs.yaml -o tasks/bugs --base base.sif   # and tasks/images/megaflow-bugs.sif",
@@ -57,8 +57,8 @@ def register(subparsers: Subparsers) -> None:
     )
     build.add_argument("bugs", metavar="BUGS.yaml", help="the bug file")
     add_output(build, "where the task directories go, one each", required=True, metavar="DIR")
-    build.add_argument("--base", metavar="SIF", help="image to build the tasks' image over; without it none is built")
-    build.add_argument("--image", metavar="SIF", help="the image to make; default: images/NAME.sif beside DIR")
+    build.add_argument("--base", metavar="SIF", help="image to build the tasks' image on; without it no image is built")
+    build.add_argument("--image", metavar="SIF", help="the image to build; default: images/NAME.sif next to DIR")
     build.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these bugs")
     build.add_argument(
         "--cache", metavar="DIR", help="where source distributions are kept; default: ~/.cache/megaflow-hpc"
@@ -68,7 +68,7 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "validate",
         run_validate,
-        "prove that tasks give reward 0 as they are and 1 with their solution",
+        "prove that tasks give reward 0 unchanged and 1 with their solution",
         examples=[
             "tasks validate tasks/bugs",
             "tasks validate tasks/bugs/tomlkit-integer-division --image tasks/images/megaflow-bugs.sif --json",
@@ -76,14 +76,14 @@ def register(subparsers: Subparsers) -> None:
         ],
         description=VALIDATE,
     )
-    validate.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
-    validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif beside DIR")
+    validate.add_argument("directory", metavar="DIR", help="a task directory, or a directory of tasks")
+    validate.add_argument("--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif next to DIR")
     validate.add_argument("--only", metavar="ID", nargs="+", default=[], help="only these tasks")
     validate.add_argument(
-        "--campaign", metavar="FILE", help="judge as this campaign does: its limits, network, verification and images"
+        "--campaign", metavar="FILE", help="use this campaign's limits, network, verification and images"
     )
     validate.add_argument(
-        "--network", choices=("none", "host"), help="for tasks that leave it open (default the campaign's, or none)"
+        "--network", choices=("none", "host"), help="for tasks that do not set it (default: the campaign's, or none)"
     )
     validate.add_argument("--jobs", metavar="N", type=whole(1), default=2, help="sandboxes at once (2)")
 
@@ -91,23 +91,23 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "new",
         run_new,
-        "write a task of your own to begin with: a Harbor directory that is valid as it is",
+        "write a valid task to start from, as a Harbor directory",
         examples=[
             "tasks new count-words                  # count-words/ in tasks/",
             "tasks validate tasks/count-words --image images/base.sif",
         ],
         description="Writes DIR/NAME with task.toml, instruction.md, environment/, solution/ and tests/. Comments "
-        "say what each is for; change it from there.",
+        "explain each file, for you to change.",
     )
     new.add_argument("name", metavar="NAME", help="id of the task")
-    new.add_argument("directory", metavar="DIR", nargs="?", default="tasks", help="where it goes; default: tasks")
+    new.add_argument("directory", metavar="DIR", nargs="?", default="tasks", help="parent directory; default: tasks")
 
     listing = add_verb(verbs, "list", run_list, "print the tasks of a directory", examples=["tasks list tasks/bugs"])
-    listing.add_argument("directory", metavar="DIR", help="a task directory, or one that holds several")
+    listing.add_argument("directory", metavar="DIR", help="a task directory, or a directory of tasks")
 
 
 def run_build(arguments: argparse.Namespace) -> int:
-    """Makes task directories, and their image where a base is given; returns the exit status."""
+    """Builds task directories, and their image if a base is given. Returns the exit status."""
     from megaflow_hpc.tasks.releases import image as bug_image
     from megaflow_hpc.tasks.releases import sdists
     from megaflow_hpc.tasks.releases import tasks as releases
@@ -141,7 +141,7 @@ def task_directories(directory: str) -> list[Path]:
     """Returns ``directory`` itself if it is a task, else the tasks in it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: The directory contains no task.
     """
     root = Path(directory).absolute()
     if (root / "task.toml").is_file():
@@ -149,13 +149,13 @@ def task_directories(directory: str) -> list[Path]:
     found = sorted(path.parent for path in root.glob("*/task.toml") if not path.parent.name.startswith("."))
     if not found:
         raise ConfigError(
-            f"{root}: no Harbor task directory (one with task.toml) there; make some with: megaflow-hpc tasks build"
+            f"{root}: no Harbor task directory (one with task.toml) there; build some with: megaflow-hpc tasks build"
         )
     return found
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
-    """Validates tasks and prints the evidence; returns 1 if one is not valid."""
+    """Validates tasks and prints the evidence. Returns 1 if any task is invalid."""
     from megaflow_hpc.agents.oracle import OracleAgent
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
@@ -211,7 +211,9 @@ def run_validate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"valid": not invalid, "tasks": [result.to_dict() for result in results]})
     else:
-        named = any(r.before.failing or r.after.passing for r in results)  # single tests, which few verifiers tell of
+        named = any(
+            r.before.failing or r.after.passing for r in results
+        )  # results of single tests, which few verifiers report
         head = (
             "task",
             "reward before",
@@ -239,7 +241,7 @@ def _image_beside(task: Path, name: str) -> str:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes a task to begin with; returns the exit status."""
+    """Writes a task to start from. Returns the exit status."""
     from megaflow_hpc.tasks.harbor import scaffold
 
     path = scaffold.start(arguments.name, Path(arguments.directory))
@@ -255,7 +257,7 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the tasks of a directory; returns the exit status."""
+    """Prints the tasks of a directory. Returns the exit status."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]

@@ -1,4 +1,4 @@
-"""``megaflow-hpc tasks import``: checks SWE-bench style files, and writes them in one form."""
+"""``megaflow-hpc tasks import``: checks SWE-bench style files and writes them in a uniform format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megaflow_hpc.host.atomic import write_atomic
 
 DESCRIPTION = """\
 Reads JSONL of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, one instance a line, and
-says how each would be tested: script (the line's own or the swebench package's command, its log parsed by the package)
-or named (pytest by the ids). With --output the instances are written to DIR/NAME.jsonl in one form, with what the
-options add. A campaign takes such files as they come, imported or not: tasks: [{path: X.jsonl}].
+reports how each would be tested: script (the line's own or the swebench package's command, its log parsed by the
+package) or named (pytest with the ids). With --output the instances are written to DIR/NAME.jsonl in a uniform format,
+with the values of the options. A campaign reads such files directly, imported or not: tasks: [{path: X.jsonl}].
 """
 
 
@@ -29,7 +29,7 @@ def register(verbs: Subparsers) -> None:
         verbs,
         "import",
         run_import,
-        "check SWE-bench style JSONL files, and write them in one form",
+        "check SWE-bench style JSONL files, and write them in a uniform format",
         examples=[
             "tasks import swe-bench-verified.jsonl",
             "tasks import swe-gym.jsonl -o tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named",
@@ -54,7 +54,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Checks files and writes them where asked to; returns the exit status."""
+    """Checks files and writes them if requested. Returns the exit status."""
     from megaflow_hpc.tasks.swebench.instances import read_instances
     from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks
     from megaflow_hpc.tasks.swebench.plan import settle
@@ -77,7 +77,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
             instances = [instance.fill_in(arguments.image, **options) for _, instance in read_instances(source)]
             text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
-            if changed:  # judged as it will be written; what the options leave wrong is named there
+            if changed:  # check the tasks in the form in which they will be written
                 copy = Path(scratch, source.name)
                 copy.write_text(text, encoding="utf-8", errors="surrogatepass")
                 tasks = settle(read_tasks(copy))

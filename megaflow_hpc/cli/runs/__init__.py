@@ -1,1 +1,1 @@
-"""Verbs that look into a run: its state, its pods and servers, one rollout of it, the weights of its engines."""
+"""Verbs that inspect a run: its state and logs, its pods and servers, its rollouts and its weights."""

@@ -1,4 +1,4 @@
-"""The artifacts of a rollout: one printed or written to a file, and the end of what its verifier said."""
+"""Print or save artifacts of a rollout, and print the end of its verifier's log."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 VERIFIER_LOG = "verifier.log"
 TAIL_LINES = 20
-"""Lines of the verifier's log that are shown unasked."""
+"""Default number of lines to show of the verifier's log."""
 
 
 def artifact(row: Row, name: str) -> bytes:
-    """Returns the content of an artifact; the last one, where several have the name.
+    """Returns the content of an artifact. If several have the name, the last one counts.
 
     Raises:
-        ConfigError: there is none of that name; names those that there are.
+        ConfigError: There is no such artifact. The error lists the existing names.
     """
     found = {item.name: item.data for item in row.artifacts}
     if name not in found:
@@ -35,7 +35,8 @@ def artifact(row: Row, name: str) -> bytes:
 
 
 def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
-    """Writes an artifact to ``output``, else to stdout: as it is into a pipe or file, as text onto a terminal."""
+    """Writes an artifact to ``output``, else to stdout: unchanged into a pipe or file, as escaped text onto a terminal.
+    Writes an artifact to ``output``, else to stdout: unchanged into a pipe or file, as escaped text onto a terminal."""
     data = artifact(row, name)
     if output is not None:
         write_atomic(Path(output), data)
@@ -54,7 +55,7 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
 
 
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:
-    """Yields the end of the verifier's log, or all of it, of a rollout with reward 0 or whose verifier failed."""
+    """Yields the end of the verifier's log (or all of it) if the reward is 0 or the verifier failed."""
     if row.reward != 0 and row.error_kind != "verifier":
         return
     data = next((item.data for item in reversed(row.artifacts) if item.name == VERIFIER_LOG), b"").rstrip()

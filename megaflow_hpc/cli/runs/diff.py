@@ -1,4 +1,4 @@
-"""``diff`` compares two trajectories: their outcomes, where their tokens part, and their conversations."""
+"""``diff`` compares two trajectories: outcomes, first different token, and conversations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS = (
     *("attempt", "node", "job_id"),
 )
 HUNK_LINES = 60
-"""Lines printed of one message's difference unless ``--full``."""
+"""Maximum number of lines printed of one message's difference without ``--full``."""
 
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -38,12 +38,12 @@ def register(subparsers: Subparsers) -> None:
             "diff RUN fix-humanize/default/0 fix-humanize/default/1",
             "diff RUN 0 1 --full | less -R",
         ],
-        description="Compares two rollouts: what differs in their outcome, from which token on they part, and their "
+        description="Compares two rollouts: their outcomes, the first token that differs, and their "
         "conversations, message by message. Exit status 0 whether they differ or not.",
     )
     add_run(diff, file=True)
     diff.add_argument("ids", metavar="ID", nargs=2, help="rollout id (<task>/<policy>/<sample>), or its row number")
-    diff.add_argument("--full", action="store_true", help="cut nothing")
+    diff.add_argument("--full", action="store_true", help="print everything")
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -60,11 +60,12 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def compare(left: Row, right: Row) -> dict[str, Any]:
-    """Returns the differences of two trajectories as plain JSON. Compares the messages of the main conversation, then
-    those that the other conversations add.
+    """Returns the differences of two trajectories as plain JSON.
+
+    It compares the messages of the main conversations, then the messages that the other conversations add.
 
     Returns:
-        ``ids``; ``fields``, pairs of values that differ, by name; ``tokens``, the first position where the token
+        ``ids``; ``fields``, the pairs of values that differ, by name; ``tokens``, the first position where the token
         sequences differ, or null; ``messages``, the number of ``common`` leading messages and a unified diff of the
         ``different`` rest.
     """
@@ -99,7 +100,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
 
 
 def _told(row: Row) -> list[dict[str, Any]]:
-    """Returns the messages of the main conversation, then the messages that each other conversation adds."""
+    """Return the messages of the main conversation, then the messages that each other conversation adds."""
     found = row.conversations
     first = main(found, row.policy) if found else 0
     others = [one.messages[one.shared :] for number, one in enumerate(found) if number != first]
@@ -107,7 +108,7 @@ def _told(row: Row) -> list[dict[str, Any]]:
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
-    """Returns the first place where the token sequences part; ``None`` where they are equal."""
+    """Return the first position where the token sequences differ. ``None`` if they are equal."""
     import numpy as np
 
     for number, (a, b) in enumerate(zip_longest(left.sequences, right.sequences)):

@@ -1,4 +1,4 @@
-"""``list``: the runs here and under a directory, newest first."""
+"""``list``: prints the runs here and in subdirectories, newest first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megaflow_hpc.rundir import runs
 STATES = ("planned", "queued", "running", "serving", "stopped", "cancelled", "finished", "broken", "unknown")
 
 DESCRIPTION = f"""\
-Lists the runs here, or under each DIR, newest first: state, rollouts that are
-stored of all, age and size. Looks {runs.DEPTH} directories deep and follows links. States:
-planned, queued, running (an engine pool: serving), stopped (no pod is left, and
-not finished: resume), cancelled, finished, broken, unknown (Slurm does not answer). Sizes are left out
-where there is much to measure; --bytes measures all."""
+Lists the runs here, or under each DIR, newest first: state, stored and planned
+rollouts, age and size. Searches {runs.DEPTH} directories deep and follows links. States:
+planned, queued, running (an engine pool: serving), stopped (no pod is left, but
+not finished: resume), cancelled, finished, broken, unknown (Slurm does not answer). The size of a large
+run is omitted; --bytes measures all."""
 
 
 def register(subparsers: Any) -> None:
@@ -34,11 +34,13 @@ def register(subparsers: Any) -> None:
         examples=["list", "list /scratch/$USER --depth 5", "list --state running --json"],
         description=DESCRIPTION,
     )
-    parser.add_argument("directories", metavar="DIR", nargs="*", default=["."], help="where to look; default: here")
+    parser.add_argument(
+        "directories", metavar="DIR", nargs="*", default=["."], help="directory to search; default: here"
+    )
     parser.add_argument("-n", "--newest", metavar="N", type=whole(1), help="only the N newest")
     parser.add_argument("--state", metavar="STATE", choices=STATES, help="only those in this state")
     parser.add_argument(
-        "--depth", metavar="N", type=whole(), default=runs.DEPTH, help=f"how deep to look ({runs.DEPTH})"
+        "--depth", metavar="N", type=whole(), default=runs.DEPTH, help=f"maximum depth of the search ({runs.DEPTH})"
     )
     parser.add_argument("--bytes", action="store_true", help="measure every run, however long it takes")
 
@@ -75,14 +77,14 @@ def _list(arguments: argparse.Namespace) -> int:
     for cause in dict.fromkeys(glance.cause for glance in shown if glance.cause):
         note(cause)
     if cut:
-        note("there is too much here to look through all of it: name the directory of your runs")
+        note("the search stopped at its bound, since there are too many files: name the directory of your runs")
     if unreadable:
-        note(f"{unreadable} directories are closed to you and were not looked into")
+        note(f"{unreadable} directories are unreadable and were skipped")
     return 0
 
 
 def _place(path: Path) -> str:
-    """A path as one would type it here."""
+    """Return a path in the form that a user would type here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

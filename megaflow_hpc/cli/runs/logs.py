@@ -1,4 +1,4 @@
-"""``logs``: the logs of a run, the end of one, and all that is written of one rollout."""
+"""``logs``: lists the logs of a run, prints the end of a log, or prints everything logged about one rollout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 
 LINES = 200
-"""Lines of a log's end that are printed unless more are asked for."""
+"""Default number of lines to print of a log's end."""
 LOOK_S = 0.5
 QUIET_S = 5.0
-"""A log that has not grown for so long after the campaign's end grows no more."""
+"""Seconds without growth after the campaign's end, after which a log counts as complete."""
 
 
 def register(subparsers: Any) -> None:
@@ -33,7 +33,7 @@ def register(subparsers: Any) -> None:
         subparsers,
         "logs",
         _logs,
-        "list the logs of a run, or print one, or what they say of one rollout",
+        "list the logs of a run, print one, or print the log lines of one rollout",
         examples=[
             "logs RUN",
             "logs RUN pod --follow",
@@ -41,12 +41,12 @@ def register(subparsers: Any) -> None:
             "logs RUN 8123_4 --tail 50",
         ],
         description="Lists the logs of a run with their sizes and last lines. Prints the end of the log of a job, pod "
-        "or server. For a rollout, by its id, prints what events and pods' logs say of it, and the end of its "
-        "verifier's log. Times are UTC. Ctrl-C ends --follow, which ends by itself with the campaign.",
+        "or server. For a rollout's id, prints its events, its lines in pods' logs, and the end of its "
+        "verifier's log. Times are UTC. --follow ends with the campaign, or with Ctrl-C.",
     )
     add_run(parser)
     parser.add_argument("name", metavar="NAME", nargs="?", help="a log, job, pod, server, or a rollout's id")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written from now on")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     parser.add_argument("--tail", metavar="N", type=whole(), default=LINES, help=f"print the last N lines ({LINES})")
     parser.add_argument("--all", action="store_true", help="print all lines")
 
@@ -79,7 +79,7 @@ def _list(run: RunDir, as_json: bool) -> int:
         say(table(("log", "bytes", "last line"), last))
         note(f"print one with: megaflow-hpc logs {run} {found[0].name}")
     else:
-        note("there is no log: nothing of this run has started")
+        note("there is no log: no job of this run has started")
     return 0
 
 
@@ -91,7 +91,7 @@ def _one(run: RunDir, arguments: argparse.Namespace) -> int:
         print_json({"log": str(log.path), "lines": lines, "bytes_before": 0 if arguments.all else end.before})
         return 0
     if not log.bytes:
-        note(f"{log.path}: nothing is written there yet")
+        note(f"{log.path}: the log is still empty")
     growing = logs.GrowingLog(log.path, 0 if arguments.all else end.offset)
     if arguments.all:
         while lines := growing.read():
@@ -111,7 +111,7 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
     lines = log.read()
     verifier = _verifier_log(run, arguments.name, bool(lines) or planned)
     if log.skipped:
-        note(f"{log.skipped} bytes of older logs were not looked through: {run.logs}")
+        note(f"{log.skipped} bytes of older logs were not searched: {run.logs}")
     if arguments.json and not arguments.follow:
         print_json({"rollout": arguments.name, "lines": lines, "verifier_log": verifier})
         return 0
@@ -120,7 +120,7 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
         note(f"{len(lines) - len(shown)} lines before this are left out (--tail N, --all)")
     _print(shown, arguments.json)
     if not lines and verifier is None:
-        note(f"{arguments.name}: nothing is written of it yet")
+        note(f"{arguments.name}: nothing is logged about it yet")
     if arguments.follow and not log.ended:
         _follow(run, log.read, arguments.json, lambda: log.ended)
         verifier = _verifier_log(run, arguments.name, True)
@@ -132,10 +132,10 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
 
 
 def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
-    """The verifier's log of a stored rollout; ``None`` of one that is not stored, or has none.
+    """Return the verifier's log of a stored rollout. ``None`` if it is not stored or has no log.
 
     Raises:
-        ConfigError: nobody knows of such a rollout.
+        ConfigError: There is no such rollout.
     """
     from megaflow_hpc.trajectories import open_trajectories
 
@@ -158,7 +158,8 @@ def _print(lines: Iterable[str], as_json: bool) -> None:
 def _follow(
     run: RunDir, read: Callable[[], list[str]], as_json: bool, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """Prints what ``read`` returns until ``ended``, or the campaign is over and nothing more comes."""
+    """Print the output of ``read`` until ``ended`` returns true, or until the campaign has ended and the log is
+    complete."""
     marks, said_at = Marks(run), time.monotonic()
     while True:
         if lines := read():

@@ -1,4 +1,4 @@
-"""``report``: what a campaign was, as one page, pictures, JSON, or metrics for a node exporter."""
+"""``report``: writes the report of a campaign as a page, pictures, JSON, or metrics for a node exporter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from megaflow_hpc.report.figures import LoadedRun, RunFigures
 
 DESCRIPTION = """\
-Makes of one run, or of several that are compared with the first, a page that opens offline: rewards and pass@k with
-their intervals, timeline, concurrency, where the seconds go, tokens, failures, stragglers, cost, efficiency as seff has
-it, training, and the transcripts. Writes index.html, figures.json and a PNG of each chart. Works while a campaign runs;
-asks Slurm's accounting where there is one, and changes nothing else."""
+Writes a page about one run, or about several compared with the first. It opens offline and shows rewards and pass@k
+with their intervals, timeline, concurrency, time per phase, tokens, failures, stragglers, cost, efficiency as in seff,
+training, and transcripts. Writes index.html, figures.json and a PNG of each chart. Works while a campaign runs. It
+queries Slurm's accounting if there is one, and changes nothing else."""
 
 
 def register(subparsers: Any) -> None:
@@ -31,7 +31,7 @@ def register(subparsers: Any) -> None:
         subparsers,
         "report",
         _report,
-        "make a page of figures, charts and transcripts of one run or several",
+        "write a page of figures, charts and transcripts of one or several runs",
         examples=[
             "report latest",
             "report runs/fix-bugs-… runs/fix-bugs-again-… -o comparison",
@@ -52,7 +52,7 @@ def register(subparsers: Any) -> None:
     )
     report.add_argument("--core-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one core")
     report.add_argument("--gpu-hour", type=zero_or_more, metavar="PRICE", help="price of an hour of one GPU")
-    report.add_argument("--currency", default="", metavar="NAME", help="what prices are in, as it is to be shown")
+    report.add_argument("--currency", default="", metavar="NAME", help="currency to show with prices")
     report.add_argument("--no-pictures", action="store_true", help="write no PNGs")
     report.add_argument(
         "--prometheus", metavar="FILE", help="write only metrics, for the node exporter's textfile collector"
@@ -76,7 +76,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     paths = [Path(path) for path in arguments.run_dir]
     if len({path.resolve() for path in paths}) < len(paths):
-        raise ConfigError("report: a run is named twice; name each once")
+        raise ConfigError("report: a run is named twice; name each run once")
     if not arguments.prometheus:
         check_installed()
     prices = Prices(core_hour=arguments.core_hour, gpu_hour=arguments.gpu_hour, currency=arguments.currency)
@@ -104,7 +104,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _uses(path: Path) -> Sequence[JobUse]:
-    """What accounting says of a run's jobs; nothing where there is none."""
+    """Return the accounting of a run's jobs. Empty without one."""
     if not path.is_dir():
         return ()
     from megaflow_hpc.campaign.facade import Run

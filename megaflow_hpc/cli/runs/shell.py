@@ -1,4 +1,4 @@
-"""``shell``: the sandbox of a rollout, made anew, and a shell in it."""
+"""``shell``: recreates the sandbox of a rollout and opens a shell in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 
 PATCH = "patch"
-"""Name of the artifact that says what a rollout changed in its checkout."""
+"""Name of the artifact with a rollout's changes to its checkout."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -31,23 +31,23 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "shell",
         _shell,
-        "open a shell in a rollout's sandbox, made anew",
+        "recreate a rollout's sandbox and open a shell in it",
         examples=[
             "shell RUN fix-humanize/default/0",
             "shell RUN fix-humanize/default/0 --fresh --network host",
             "shell latest 0 --command 'git status; python -m pytest -q'",
         ],
-        description="Makes the sandbox of a rollout anew, here: its task's image, work directory, variables, user, "
-        "mounts and limits of memory, processes and disk, as the agent got it. Where the rollout left a patch, it is "
-        "applied. Python that the run names, an agent's or a task's class, is called only with --own-code, for it runs "
-        "outside of the sandbox. The sandbox has no network unless --network host is given. It ends with the shell, "
-        "and nothing of it stays. With --command the exit status is the command's. What runs in there writes to your "
-        "terminal as it likes.",
+        description="Recreates the sandbox of a rollout on this machine: its task's image, work directory, "
+        "variables, user, mounts and limits of memory, processes and disk, as the agent got it. If the rollout "
+        "stored a patch, it is applied. The run's own Python classes of agents or tasks are called only with "
+        "--own-code, because they run outside of the sandbox. The sandbox has no network unless --network host is "
+        "given. It is removed after the shell. With --command the exit status is the command's. Programs in the "
+        "sandbox write to your terminal unfiltered.",
     )
     add_run(parser)
     parser.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
-    parser.add_argument("-c", "--command", metavar="CMD", help="run this by /bin/sh -c instead, and end")
-    parser.add_argument("--fresh", action="store_true", help="apply no patch: the sandbox as the agent got it")
+    parser.add_argument("-c", "--command", metavar="CMD", help="run CMD with /bin/sh -c instead of a shell")
+    parser.add_argument("--fresh", action="store_true", help="apply no patch")
     parser.add_argument(
         "--own-code",
         action="store_true",
@@ -62,13 +62,13 @@ def _shell(arguments: argparse.Namespace) -> int:
     if arguments.command is None and arguments.json:
         raise ConfigError("--json: only with --command; a shell is for a person")
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("shell: standard input and output are no terminal; give --command CMD")
+        raise ConfigError("shell: standard input and output are not a terminal; give --command CMD")
     rollout, patch = _found(run, record, arguments.id)
     return asyncio.run(_until_signalled(_look_in(arguments, run, record, rollout, b"" if arguments.fresh else patch)))
 
 
 def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
-    """The id of a rollout that was planned, and the patch that it left, if it is stored and left one."""
+    """Return the id of a planned rollout and its patch. The patch is empty if none is stored."""
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
@@ -79,12 +79,12 @@ def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
     tasks = planned_tasks(run, record)
     if policy not in record.policies or task not in tasks:
         example = f"{next(iter(tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
-        raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, as {example}")
+        raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, such as {example}")
     return wanted, b""
 
 
 async def _until_signalled(work: Any) -> int:
-    """Carries out ``work``; SIGHUP and SIGTERM end it in order, with what it has opened, and give 128+n."""
+    """Run ``work``. On SIGHUP or SIGTERM cancel it, close its resources and return 128+n."""
     task = asyncio.ensure_future(work)
     came: list[int] = []
 
@@ -148,7 +148,7 @@ async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> i
 
 
 async def _command(sandbox: ApptainerSandbox, command: str, rollout: str, as_json: bool) -> int:
-    """Streams a command's output as it comes into a pipe or file; onto a terminal, as text."""
+    """Stream a command's output: unchanged into a pipe or file, as escaped text onto a terminal."""
     if as_json:
         done = await sandbox.exec(command)
         print_json({"id": rollout, "exit_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr})

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
 HEAD_LINES, TAIL_LINES = 20, 10
-"""Lines printed of a long message's beginning and end unless ``--full``."""
+"""Number of lines printed of a long message's beginning and end without ``--full``."""
 LINE_CHARACTERS = 2000
-"""Characters printed of a line unless ``--full``: nobody reads a whole prompt on one line."""
+"""Maximum number of characters printed of a line without ``--full``, since a whole prompt on one line is unreadable."""
 
 CANDIDATES = 2000
-"""Number of ids that a mistyped one is compared with."""
+"""Maximum number of ids that are compared with an unknown one."""
 
 _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
@@ -55,10 +55,12 @@ def register(subparsers: Subparsers) -> None:
     add_run(show, file=True)
     show.add_argument("id", metavar="ID", help="rollout id (<task>/<policy>/<sample>), or its row number")
     show.add_argument("--tokens", action="store_true", help="also every token: id, text, log-probability, mask")
-    show.add_argument("--tokenizer", metavar="PATH", help="what ids mean: a tokenizer.json, or a model's directory")
+    show.add_argument(
+        "--tokenizer", metavar="PATH", help="tokenizer for the ids: a tokenizer.json, or a model's directory"
+    )
     show.add_argument("--artifact", metavar="NAME", help="print this artifact and nothing else")
     add_output(show, "with --artifact: write it to this file")
-    show.add_argument("--full", action="store_true", help="fold nothing")
+    show.add_argument("--full", action="store_true", help="print everything")
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -82,13 +84,13 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
     """Returns a row by rollout id or row number.
 
     Raises:
-        ConfigError: there is none; names similar ids.
+        ConfigError: There is no such row. The error names similar ids.
     """
     if wanted in store:
         return store[wanted]
     if wanted.isdigit() and int(wanted) < len(store):
         return store[int(wanted)]
-    # Among those of the same task, or else the first: a million comparisons would take minutes.
+    # Prefer ids of the same task: comparing a million ids would take minutes.
     task = wanted.partition("/")[0]
     alike = [rollout for rollout in store.ids if rollout.startswith(task)] if len(store) > CANDIDATES else store.ids
     candidates = (alike or store.ids)[:CANDIDATES]
@@ -98,7 +100,7 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
 
 
 def task_and_policy(rollout: str) -> tuple[str, str]:
-    """Returns task and policy of a rollout's id; empty ones of what is no such id."""
+    """Returns the task and policy of a rollout's id. Both are empty if the id is invalid."""
     name, policy, _ = f"//{rollout}".rsplit("/", 2)
     return without_round(name.lstrip("/"))[0], policy
 
@@ -128,7 +130,7 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns the value, or ``None`` for a float that JSON does not have."""
+    """Returns the value. NaN and infinity become ``None``, since JSON lacks them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -136,12 +138,12 @@ def finite(value: Any) -> Any:
 
 
 def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
-    """Prints lines, each a text or a pair of string and style, in colours where stdout is a terminal."""
+    """Prints lines. Each is a text or a pair of text and style; stdout shows colours if it is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not cause an error
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(Text(printable(line[0]), style=line[1]) if isinstance(line, tuple) else line)
@@ -198,7 +200,7 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
         yield f"\n{len(turns)} model calls (seconds: model, sandbox, agent, waiting)", "bold"
     for number, turn in enumerate(turns):
         times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
-        known = turn.sequence >= 0  # else the engine told no tokens
+        known = turn.sequence >= 0  # otherwise the engine reported no tokens
         where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})" if known else "no token ids"
         yield f"  {number:3}  {times}  {where}  {turn.finish_reason}  {turn.server}", ""
     attempts = row.attempts

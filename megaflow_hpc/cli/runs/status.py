@@ -1,4 +1,4 @@
-"""The verb that says once how a run is: status."""
+"""``status``: prints the current state of a run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def register(subparsers: Subparsers) -> None:
         _status,
         "show counts by state, pods, servers, failures by cause",
         examples=["status RUN", "status latest --json", "status RUN --usage"],
-        description="Shows counts by state, rate, estimate to completion, pods (with those that are silent), servers, "
-        "failures by cause. Slurm is asked once, with one query for all jobs.",
+        description="Shows counts by state, rate, remaining time, pods (also silent ones), servers and "
+        "failures by cause. It queries Slurm once for all jobs.",
     )
     add_run(status)
     status.add_argument("--rollouts", action="store_true", help="list every stored rollout")
@@ -63,7 +63,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
-    """The status of the campaign ``name`` as a page of text."""
+    """Formats the status of the campaign ``name`` as a page of text."""
     counts = status["rollouts"]
     lines = [f"{name}: {status['state']}    {status['run']}"]
     lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))

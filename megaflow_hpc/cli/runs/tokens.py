@@ -1,7 +1,8 @@
-"""Prints the tokens of a trajectory for a person: id, text and log-probability, coloured by probability.
+"""Print the tokens of a trajectory for a person: id, text and log-probability, coloured by probability.
 
-Tokens are grouped in runs of equal loss mask and weight version. Their text is read from the run's copy of the model's
-``tokenizer.json``, from the model's directory, or from what ``--tokenizer`` names; without one, ids stand alone.
+Tokens are grouped in runs of equal loss mask and weight version. Their texts are read from the run's copy of the
+model's ``tokenizer.json``, from the model's directory, or from the path given with ``--tokenizer``. Without any of
+these only ids are printed.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD, TAIL = 96, 32
-"""Tokens printed of a longer run's beginning and end unless ``--full``."""
+"""Number of tokens printed of a longer run's beginning and end without ``--full``."""
 WIDTH = 110
 """Approximate width of a line, in characters."""
 SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
-"""Colours of sampled tokens, each with the lowest probability it stands for."""
+"""Colours of sampled tokens, each with the lowest probability for which it is used."""
 
 
 def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) -> Iterator[Text]:
     """Yields the lines to print.
 
     Args:
-        store: where the row is from, and where tokenizers are looked for.
-        row: the trajectory.
-        full: whether long runs are printed whole.
-        tokenizer: a ``tokenizer.json`` or a model's directory, instead of the one found.
+        store: Store of the row. Tokenizers are looked up next to it.
+        row: The trajectory.
+        full: Whether long runs are printed in full.
+        tokenizer: A ``tokenizer.json`` or a model's directory that replaces the one found.
 
     Raises:
-        ConfigError: ``tokenizer`` cannot be read as one.
+        ConfigError: ``tokenizer`` cannot be read as a tokenizer.
     """
     from rich.text import Text
 
@@ -60,7 +61,7 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
 
 
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
-    """Returns the vocabulary of a policy, if a tokenizer is known, and a note on the tokenizer's origin."""
+    """Return the vocabulary of a policy, if a tokenizer is known, and a note on the tokenizer's origin."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, load
 
@@ -112,7 +113,7 @@ def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary:
 
 
 def _quoted(piece: str) -> str:
-    """Returns a piece between quotation marks, on one line."""
+    """Return a token's text in quotation marks, on one line."""
     plain = piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     return f"‹{printable(plain)}›" if piece else "‹?›"
 

@@ -1,4 +1,4 @@
-"""The verb that sums up what runs held of the cluster: usage."""
+"""``usage``: sums up the cluster resources that runs held."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def register(subparsers: Subparsers) -> None:
         _usage,
         "show core-hours and GPU-hours of runs, and their sum",
         examples=["usage RUN", "usage runs/*", "usage latest --json"],
-        description="Shows what all jobs of runs held, from the start of each allocation to its end, by Slurm's "
-        "accounting. A pod is idle while none of its own rollouts runs, an engine server while none runs at all. JSON "
-        "is in seconds.",
+        description="Shows the resources of all jobs of the runs, from the start of each allocation to its end, by "
+        "Slurm's accounting. A pod is idle while none of its rollouts runs, an engine server while no rollout runs "
+        "at all. JSON values are in seconds.",
     )
     add_run(usage, nargs="+")
 
@@ -49,6 +49,6 @@ def _usage(arguments: argparse.Namespace) -> int:
 
 
 def hours(usage: Mapping[str, Any]) -> list[str]:
-    """Returns core-hours, idle ones, GPU-hours and idle ones, for a person."""
+    """Formats core-hours and GPU-hours, and the idle part of each."""
     names = ("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds")
     return [f"{usage[name] / 3600:.2f}" for name in names]

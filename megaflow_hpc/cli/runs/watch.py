@@ -1,4 +1,4 @@
-"""The verb that follows a run until it ends: watch."""
+"""``watch``: follows a run until it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.run import Run
 
 LINE_EVERY_S = 60.0
-"""A line is printed this often, even if nothing has changed."""
+"""Maximum time in seconds between lines, even if nothing has changed."""
 
 
 def register(subparsers: Any) -> None:
@@ -30,16 +30,16 @@ def register(subparsers: Any) -> None:
         _watch,
         "follow a run live: progress, rollouts, pods, engines, failures",
         description="Shows a run live on a terminal: progress and time left, rollouts with the slowest and the stuck "
-        "at the top, pods, engines, failures by cause and node. Enter looks into a rollout, its transcript as it grows "
-        "and its log; ? lists the keys; q leaves, and the campaign goes on. Into a file or pipe it prints lines, until "
-        "the campaign ends. Only files are read; Slurm is asked twice a minute. While it is open, pods that limits "
-        "left no room for are added, and engine servers are let go on demand.",
+        "at the top, pods, engines, failures by cause and node. Enter opens a rollout with its growing transcript "
+        "and its log; ? lists the keys; q quits, and the campaign continues. Into a file or pipe it prints lines until "
+        "the campaign ends. It reads only files and queries Slurm twice a minute. While it is open, it submits pods "
+        "for which limits left no room before, and releases engine servers on demand.",
         examples=["watch RUN", "watch latest --json", "watch RUN --lines", "watch RUN --screenshot view.svg"],
     )
     add_run(watch)
-    watch.add_argument("--every", type=above_zero, default=2.0, metavar="S", help="seconds between looks (2)")
+    watch.add_argument("--every", type=above_zero, default=2.0, metavar="S", help="seconds between polls (2)")
     watch.add_argument("--lines", action="store_true", help="print lines on a terminal too")
-    watch.add_argument("--screenshot", metavar="FILE", help="write what the view shows now as an SVG picture, and end")
+    watch.add_argument("--screenshot", metavar="FILE", help="write the current view as an SVG picture and exit")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -52,16 +52,16 @@ def _watch(arguments: argparse.Namespace) -> int:
         return _follow(run, arguments)
     from megaflow_hpc.cli.view.app import WatchApp
 
-    # A terminal without UTF-8 is no reason to stop.
+    # A terminal without UTF-8 must not cause an error.
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.reconfigure(errors="replace")
     app = WatchApp(run, arguments.every)
-    app.run(mouse=False)  # so that a terminal lets one mark and copy an id, and its wheel scrolls as arrows do
+    app.run(mouse=False)  # without mouse reporting, users can select and copy ids, and the wheel scrolls as arrow keys
     if app.snapshot is not None:
         say(line(run.config.name, app.snapshot.status))
     if not app.over:
-        note("the campaign goes on")
+        note("the campaign continues")
     return app.return_code or 0
 
 
@@ -85,7 +85,7 @@ def _picture(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _follow(run: Run, arguments: argparse.Namespace) -> int:
-    """A line, or a JSON object, whenever something has changed, until the campaign ends."""
+    """Print a line, or a JSON object, after every change until the campaign ends."""
     said, said_at = None, 0.0
     with run.tended() as tend:
         while True:
@@ -106,7 +106,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def told(status: Mapping[str, Any]) -> Any:
-    """What of a status is worth another line."""
+    """Returns the parts of a status whose change is worth a new line."""
     return (
         status["state"],
         status["rollouts"],
@@ -116,7 +116,7 @@ def told(status: Mapping[str, Any]) -> Any:
 
 
 def line(name: str, status: Mapping[str, Any]) -> str:
-    """A status in one line."""
+    """Formats a status as one line."""
     counts = status["rollouts"]
     done = sum(counts[state] for state in FINAL)
     pods = [pod["state"] for pod in status["pods"]]

@@ -1,4 +1,4 @@
-"""``weights publish`` and ``weights list``: new weights for the engines of a campaign."""
+"""``weights publish`` and ``weights list``: manage new weights for the engines of a campaign."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register(subparsers: Subparsers) -> None:
     verbs = add_group(
         subparsers,
         "weights",
-        "publish new weights for the engines of a campaign, or list what was published",
+        "publish new weights for the engines of a campaign, or list the published ones",
         examples=["weights publish RUN checkpoints/step-20", "weights list RUN"],
     )
     publish = add_verb(
@@ -38,19 +38,19 @@ def register(subparsers: Subparsers) -> None:
             "weights publish RUN checkpoints/step-20 --policy student --move --keep 3",
         ],
         description="Copies the directory (or moves it) into the run and makes it the newest version of a policy. "
-        "Servers look for it every few seconds and load it while rollouts run. The version is printed.",
+        "Servers check for it every few seconds and load it while rollouts run. The version is printed.",
     )
     add_run(publish)
     publish.add_argument("directory", metavar="DIR", type=Path, help="the model directory that the trainer wrote")
-    publish.add_argument("--policy", help="the model's policy, where there are several")
+    publish.add_argument("--policy", help="the model's policy, if there are several")
     publish.add_argument("--move", action="store_true", help="rename DIR instead of copying it")
     publish.add_argument(
         "--keep", metavar="N", type=whole(1), help="remove all but the N newest versions of the policy"
     )
     publish.add_argument(
-        "--token", default="", help="a name; publishing under it again gives the version that is there"
+        "--token", default="", help="a name; publishing with the same name again returns the existing version"
     )
-    publish.add_argument("--digest", default="", help="names the content; with the same token it must be the same")
+    publish.add_argument("--digest", default="", help="identifies the content; it must be the same for the same token")
 
     listing = add_verb(
         verbs,
@@ -67,10 +67,10 @@ def _publish(arguments: argparse.Namespace) -> int:
     marks = Marks(run)
     if marks.finished:
         raise ConfigError(
-            f"{run}: is finished, and no engine will load these weights; use them as model.path of a new campaign"
+            f"{run}: is finished, so no engine will load these weights; use them as model.path of a new campaign"
         )
     if marks.cancelled:
-        note(f"the campaign is cancelled: its engines load them once it goes on (megaflow-hpc resume {run})")
+        note(f"the campaign is cancelled: its engines load them after megaflow-hpc resume {run}")
     named = {"token": arguments.token, "digest": arguments.digest}
     with under_way(f"publishing {arguments.directory}"):
         made = weights.publish(
@@ -80,7 +80,7 @@ def _publish(arguments: argparse.Namespace) -> int:
         print_json(asdict(made))
     else:
         say(made.version)
-        note(f"policy {made.policy}: version {made.version} at {made.path}; servers look for it every few seconds")
+        note(f"policy {made.policy}: version {made.version} at {made.path}; servers check for it every few seconds")
     return 0
 
 

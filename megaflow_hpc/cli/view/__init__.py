@@ -1,4 +1,6 @@
-"""The live view of ``watch`` on a terminal: a thread that reads the run (``reader``), and an application of Textual
-that shows what it read (``app``, and ``detail`` for one rollout), with a list that makes only the rows it shows
-(``rows``, ``tables``). Words and colours of both are in ``words``. Texts of others come escaped and never as markup.
+"""The live view of ``watch`` on a terminal.
+
+A thread reads the run (``reader``). A Textual application shows it (``app``, and ``detail`` for one rollout), with a
+list that renders only the visible rows (``rows``, ``tables``). ``words`` has the texts and colours of both. Text from
+the run is untrusted: it is escaped and never parsed as markup.
 """

@@ -1,4 +1,4 @@
-"""The live view of one run: its status above a list of rollouts, or of pods and engines; keys look into one."""
+"""The live view of one run: its status above a list of rollouts, or of pods and engines. Keys open the details."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megaflow_hpc.cli.view.words import head
 from megaflow_hpc.monitor.live import RunSnapshot
 from megaflow_hpc.texts import in_one_line
 
-SLOW_S = 15.0
-"""A run directory that has not answered for so long is spoken of."""
+SLOW_RUN_DIRECTORY_S = 15.0
+"""Seconds without an answer from the run directory after which the view shows a warning."""
 
 KEYS = """\
 ↑ ↓ PgUp PgDn   choose a rollout; Home and End: the first and the last
@@ -47,8 +47,8 @@ at work since the last answer. "stuck": so for more than five minutes.
 """
 
 
-class Looked(Message):
-    """The reader has looked."""
+class Polled(Message):
+    """Sent after each poll of the reader."""
 
     def __init__(self, look: RunView) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class Looked(Message):
 
 
 class WatchApp(App[None]):
-    """Shows a run until ``q``.
+    """Shows a run until the user presses ``q``.
 
     Args:
-        every_s: seconds between two looks.
+        every_s: Seconds between two polls.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -85,46 +85,46 @@ class WatchApp(App[None]):
     def __init__(self, run: Run, every_s: float = 2.0) -> None:
         super().__init__(ansi_color=True)
         self._campaign = run.config.name
-        self.reader = RunReader(run, every_s, lambda look: self.post_message(Looked(look)))
+        self.reader = RunReader(run, every_s, lambda look: self.post_message(Polled(look)))
         self.snapshot: RunSnapshot | None = None
-        """What was seen last."""
+        """The last successful poll."""
         self.over = False
-        """Nothing more comes by itself."""
+        """True if no more changes will come."""
         self.title = in_one_line(f"{self._campaign} ({run.path.name})")
         self._problem, self._looked_at = "", time.monotonic()
         self._failed = self._parts = False
         self._text = ""
         self._lines = 1
-        """Lines above the list."""
+        """Number of lines above the list."""
 
     def compose(self) -> ComposeResult:
-        """Lays out status, list and keys."""
+        """Creates status, list and footer."""
         yield Static(Text("reading …", "dim"), id="head")
         yield RolloutRows()
         yield Input(id="find", placeholder="part of an id, node, state or error")
         yield Static(id="keys")
 
     def on_mount(self) -> None:
-        """Begins to read."""
-        self.theme = "ansi-dark"  # the terminal's own colours and background
+        """Starts the reader."""
+        self.theme = "ansi-dark"  # use the terminal's own colours and background
         self.query_one(RolloutRows).focus()
         self._show_keys()
         self.set_interval(1.0, self._look_at_clock)
         self.reader.start()
 
     def on_unmount(self) -> None:
-        """Ends the reader."""
+        """Stops the reader."""
         self.reader.stop()
 
-    # --- what is read ---
+    # --- polling ---
 
-    def on_looked(self, message: Looked) -> None:
-        """Shows what a look found; the last that found something stays where one finds nothing."""
+    def on_polled(self, message: Polled) -> None:
+        """Shows the result of a poll. If a poll fails, the last successful one stays on the screen."""
         look = message.look
         self._looked_at, self._problem = time.monotonic(), look.problem
         if look.snapshot is not None:
             self.snapshot, self.over = look.snapshot, look.over
-        with suppress(NoMatches, ScreenStackError):  # a screen that is being made or taken away: the next look is near
+        with suppress(NoMatches, ScreenStackError):  # a screen is being opened or closed; the next poll will draw it
             self._show_rows()
             self._show_head()
             if isinstance(self.screen, DetailScreen):
@@ -132,22 +132,22 @@ class WatchApp(App[None]):
 
     def _look_at_clock(self) -> None:
         if not self.is_headless and not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ else 0):
-            # The terminal is gone and nobody was told, as under nohup or in a terminal that is not ours: Textual would
-            # read its end for ever, on a login node. Nothing can be restored there, so this ends as a hang-up does.
+            # The terminal vanished without a signal, as under nohup or in a terminal of another session. Textual would
+            # poll its end for ever, on a login node. Nothing can be restored there, so exit as after a hang-up.
             self.reader.stop()
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.raise_signal(signal.SIGHUP)
         silent_s = time.monotonic() - self._looked_at
-        if silent_s > SLOW_S:
+        if silent_s > SLOW_RUN_DIRECTORY_S:
             self._problem = f"the run directory has not answered for {seconds(silent_s)}"
             self._show_head()
 
     @property
     def _list(self) -> Screen[object]:
-        """The screen with the list; others lie over it.
+        """Return the screen with the list. Other screens are stacked on it.
 
         Raises:
-            ScreenStackError: it is being made or taken away.
+            ScreenStackError: The screen is being opened or closed.
         """
         if not self.screen_stack:
             raise ScreenStackError("no screen")
@@ -178,15 +178,15 @@ class WatchApp(App[None]):
         self.reader.live.shown = () if self._parts else list(self._list.query_one(RolloutRows).on_screen)
 
     def on_rows_moved(self) -> None:
-        """Other rows are on the screen: pods are asked about those."""
+        """Asks pods about the rows that are now visible."""
         self._tell_reader()
 
     def on_rollout_rows_opened(self, message: RolloutRows.Opened) -> None:
-        """Looks into one."""
+        """Opens the details of the chosen row."""
         self.push_screen(DetailScreen(message.key, self.reader))
 
     def on_resize(self) -> None:
-        """Lays out the lines above the list anew."""
+        """Lays out the lines above the list for the new size."""
         self.call_after_refresh(self._show_head)
 
     # --- keys ---
@@ -200,12 +200,12 @@ class WatchApp(App[None]):
         self._list.query_one("#keys", Static).update(Text(in_one_line(keys), "reverse", no_wrap=True))
 
     def action_failed(self) -> None:
-        """Shows only what failed, or all."""
+        """Toggles between failed rollouts and all."""
         self._failed, self._parts = not self._failed, False
         self._show_all()
 
     def action_parts(self) -> None:
-        """Shows pods and engines, or rollouts."""
+        """Toggles between rollouts and pods with engines."""
         self._parts = not self._parts
         self._show_all()
 
@@ -216,19 +216,19 @@ class WatchApp(App[None]):
         self._close_find()
 
     def action_find(self) -> None:
-        """Opens the line to find rollouts."""
+        """Opens the search line."""
         line = self.query_one("#find", Input)
         line.value, line.display = self._text, True
         line.focus()
 
     def on_input_changed(self, message: Input.Changed) -> None:
-        """Finds while one types."""
+        """Filters the list while the user types."""
         if message.input.has_focus:
             self._parts = False
             self._find(message.value)
 
     def on_input_submitted(self) -> None:
-        """Goes back to the list, which stays filtered."""
+        """Returns to the list, which stays filtered."""
         self._close_find()
 
     def _find(self, text: str) -> None:
@@ -244,24 +244,24 @@ class WatchApp(App[None]):
         self._show_keys()
 
     def action_keys(self) -> None:
-        """Explains the keys."""
+        """Opens the help on keys."""
         self.push_screen(Help())
 
 
 class Help(ModalScreen[None]):
-    """Explains the keys until one is pressed."""
+    """Explains the keys until a key is pressed."""
 
     def compose(self) -> ComposeResult:
-        """Lays out the text."""
+        """Creates the text."""
         yield Static(Text(KEYS))
 
     def on_key(self) -> None:
-        """Goes away."""
+        """Closes the help."""
         self.dismiss()
 
 
 async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30), wait_s: float = 10.0) -> None:
-    """Writes what the view shows as an SVG file that needs nothing else; waits for the pods' answer, but not long."""
+    """Writes the view as a self-contained SVG file. Waits briefly for the pods' answers first."""
     async with app.run_test(size=size) as pilot:
         end = time.monotonic() + wait_s
         while time.monotonic() < end and not _complete(app):
@@ -270,7 +270,7 @@ async def screenshot(app: WatchApp, path: Path, size: tuple[int, int] = (100, 30
 
 
 def write_picture(app: WatchApp, path: Path) -> None:
-    """Writes the screen as an SVG file, without the fonts that it would fetch."""
+    """Writes the screen as an SVG file, without links to fonts on the web."""
     path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""One rollout, pod or engine on the whole screen: what is known of it, its transcript as it grows, its log."""
+"""Show one rollout, pod or engine on the whole screen: its facts, its growing transcript, its log."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yel
 
 
 class DetailScreen(Screen[None]):
-    """Shows one thing until Escape.
+    """Shows one rollout, pod or engine until Escape.
 
     Args:
-        key: a rollout's id, or what a pod or engine is called.
+        key: A rollout's id, or the name of a pod or engine.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -52,16 +52,16 @@ class DetailScreen(Screen[None]):
         self._detail: Detail | None = None
         self._shown: list[Text] = []
         self._known = 0
-        """Lines of what is known."""
+        """Number of lines with facts."""
 
     def compose(self) -> ComposeResult:
-        """Lays out what is known, the text, and the keys."""
+        """Creates the facts, the text and the footer."""
         yield Static(id="known")
         yield RichLog(id="body", wrap=True, markup=False, highlight=False, auto_scroll=False, min_width=0)
         yield Static(id="keys")
 
     def on_mount(self) -> None:
-        """Asks for what is to be shown."""
+        """Tells the reader what to read."""
         self._reader.wants_log = self._log
         self._reader.open(self.key)
         self._body.write(Text("reading …", "dim"))
@@ -69,7 +69,7 @@ class DetailScreen(Screen[None]):
         self.query_one("#keys", Static).update(Text(keys, "reverse", no_wrap=True))
 
     def on_unmount(self) -> None:
-        """Asks for nothing any more."""
+        """Tells the reader to stop reading details."""
         self._reader.wants_log = False
         self._reader.open("")
 
@@ -78,7 +78,7 @@ class DetailScreen(Screen[None]):
         return self.query_one("#body", RichLog)
 
     def show(self, look: RunView) -> None:
-        """Shows what a look found."""
+        """Shows the result of a poll."""
         if look.snapshot is not None:
             row = look.snapshot.rollouts.of(self.key)
             lines = known(row) if row else _part(self.key, look.snapshot)
@@ -110,13 +110,13 @@ class DetailScreen(Screen[None]):
             body.scroll_to(y=top, animate=False)
 
     def on_resize(self) -> None:
-        """Breaks lines anew."""
+        """Wraps lines for the new width."""
         self._fill(anew=True)
 
     # --- keys ---
 
     def action_back(self) -> None:
-        """Goes back to the list."""
+        """Returns to the list."""
         self.dismiss()
 
     def action_transcript(self) -> None:
@@ -147,12 +147,12 @@ class DetailScreen(Screen[None]):
         self._body.scroll_home(animate=False)
 
     def action_last(self) -> None:
-        """Scrolls to the end, and follows it."""
+        """Scrolls to the end, and follows it as it grows."""
         self._body.scroll_end(animate=False)
 
 
 def known(row: RolloutRow) -> list[Text]:
-    """What is known of a rollout beside its texts."""
+    """Returns the facts about a rollout, without transcript and log."""
     place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]
     where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""

@@ -1,4 +1,4 @@
-"""The thread that reads a run for the view: a file system that does not answer must not stop the keys."""
+"""Read a run for the view in a thread, so that a file system that hangs does not block the keyboard."""
 
 from __future__ import annotations
 
@@ -15,83 +15,86 @@ from megaflow_hpc.rundir.logs import RolloutLog, find_log, pod_log, tail
 from megaflow_hpc.texts import end_of
 
 LOG_LINES = 2000
-"""Lines of a log that are shown."""
-IDLE = 4.0
-"""So much longer than a look took, the next one waits: a large run or a slow file system is not asked all the time."""
+"""Maximum number of lines shown of a log."""
+PAUSE_FACTOR = 4.0
+"""Factor from a poll's duration to the pause after it, so that a large run or a slow file system is not polled
+constantly."""
 LISTED_BYTES = 64 << 20
-"""Of events, of some 200,000 rollouts, up to which every rollout is listed; they take seconds to read."""
-LEAVE_S = 2.0
-"""What a file system may take when the view is left."""
+"""Size of the events (about 200,000 rollouts) up to which every rollout is listed. Reading them takes seconds."""
+STOP_TIMEOUT_S = 2.0
+"""Seconds to wait for the file system when the user leaves the view."""
 
 
 @dataclass(frozen=True)
 class Detail:
-    """What was read for the one thing that is looked into."""
+    """Details of the opened rollout, pod or engine."""
 
     key: str
     messages: Sequence[tuple[str, str]] = ()
     left_out: int = 0
-    """Messages before these."""
+    """Number of older messages that are not shown."""
     said: str = ""
-    """Why there are none."""
+    """The reason if there are no messages."""
     log: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What one look found."""
+    """Result of one poll."""
 
     snapshot: RunSnapshot | None = None
     detail: Detail | None = None
     problem: str = ""
-    """Why it found nothing new."""
+    """The reason if the poll failed."""
     over: bool = False
-    """Nothing more comes by itself."""
+    """True if no more changes will come."""
 
 
 class RunReader(threading.Thread):
-    """Looks every few seconds, and at once when :meth:`wake` is called.
+    """Polls every few seconds, and immediately after :meth:`wake`.
 
     Args:
-        deliver: is called in this thread with what each look found.
+        deliver: Called in this thread with the result of each poll.
     """
 
     def __init__(self, run: Run, every_s: float, deliver: Callable[[RunView], object]) -> None:
-        super().__init__(name="reader", daemon=True)  # one that hangs in the file system must not keep the process
+        super().__init__(
+            name="reader", daemon=True
+        )  # a thread that hangs in the file system must not keep the process alive
         self._run, self._every_s, self._deliver = run, every_s, deliver
         self.live = Live(run.dir, run.monitor)
         self.wants_log = False
-        """Whether the log of what is opened is shown."""
+        """True if the log of the opened item is shown."""
         self._stored: Detail | None = None
         self._read = ("", 0.0)
-        """Of which rollout that is, and when it was stored: one that failed may be stored once more."""
+        """The rollout that was read, and when it was stored: a failed rollout may be stored again."""
         self._log: _Log | None = None
         self._wake, self._stopped = threading.Event(), False
 
     def open(self, key: str) -> None:
-        """Looks into one rollout, or one pod or engine, from the next look on; empty: into none."""
+        """Selects a rollout, pod or engine for the next polls. An empty key selects none."""
         self.live.opened = key
         self._wake.set()
 
     def wake(self) -> None:
-        """Looks at once."""
+        """Polls immediately."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Ends the thread, unless the file system keeps it."""
+        """Ends the thread, unless it hangs in the file system."""
         self._stopped = True
         self._wake.set()
-        self.join(LEAVE_S)
+        self.join(STOP_TIMEOUT_S)
 
     def run(self) -> None:
-        """Looks until it is stopped."""
+        """Polls until it is stopped."""
         try:
             self._run.monitor.list_rollouts(LISTED_BYTES)
             with self._run.tended() as tend:
                 while not self._stopped:
                     began = time.monotonic()
                     self._deliver(self._look(tend))
-                    self._wake.wait(max(self._every_s, IDLE * (time.monotonic() - began)))
+                    self._wake.wait(max(self._every_s, PAUSE_FACTOR * (time.monotonic() - began)))
                     self._wake.clear()
         except OSError as error:
             self._deliver(RunView(problem=str(error)))
@@ -105,13 +108,13 @@ class RunReader(threading.Thread):
                 return RunView(problem="the run directory is not there any more")
             status = self._run.status()
             snapshot, over = self.live.look(status), self._run.over(status)
-        except Exception as error:  # whatever it was, the next look may find more
+        except Exception as error:  # whatever the error was, the next poll may succeed
             return RunView(problem=f"cannot be read now: {_said(error)}")
         detail, problem = None, ""
         if key := self.live.opened:
             try:
                 detail = self._detail(key, snapshot)
-            except Exception as error:  # a damaged file of one rollout leaves the others to be seen
+            except Exception as error:  # a damaged file of one rollout must not hide the others
                 detail = Detail(key, said=f"cannot be read: {_said(error)}")
         try:
             tend()
@@ -140,7 +143,7 @@ class RunReader(threading.Thread):
         from megaflow_hpc.trajectories import open_trajectories
 
         with open_trajectories(self._run.path) as store:
-            if rollout not in store:  # its record is on its way: events are written first
+            if rollout not in store:  # events are written first, so the record is still on its way
                 return Detail("", said="it is stored, and cannot be read yet")
             row = store[rollout]
             messages, left_out = end_of(row.messages)
@@ -172,7 +175,7 @@ def _said(error: Exception) -> str:
 
 @dataclass
 class _Log:
-    """What is written of one rollout; where there are many pods' logs, they are looked through less often."""
+    """Log lines about one rollout. With many pods' logs they are searched less often."""
 
     key: str
     source: RolloutLog
@@ -183,5 +186,5 @@ class _Log:
         began = time.monotonic()
         if began >= self.next_at:
             self.lines = [*self.lines, *self.source.read()][-LOG_LINES:]
-            self.next_at = time.monotonic() + 5 * IDLE * (time.monotonic() - began)
+            self.next_at = time.monotonic() + 5 * PAUSE_FACTOR * (time.monotonic() - began)
         return self.lines

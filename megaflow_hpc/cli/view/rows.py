@@ -1,4 +1,4 @@
-"""A list that makes only the rows on the screen: tens of thousands of rollouts cost what two dozen do."""
+"""A list that renders only the visible rows, so tens of thousands of rollouts cost no more than two dozen."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from textual.strip import Strip
 from megaflow_hpc.cli.view.tables import ViewColumn, ViewTable
 from megaflow_hpc.texts import in_one_line
 
-LEAST = 12
-"""Columns that the first cell keeps; then others are left out, from the right."""
+MIN_FIRST_COLUMN_WIDTH = 12
+"""Minimum width of the first column. Other columns are dropped from the right to keep it."""
 
 
 class RolloutRows(ScrollView, can_focus=True):
-    """Shows a table under its head, with one row chosen."""
+    """Shows a table under its heading, with one chosen row."""
 
     DEFAULT_CSS = "RolloutRows { overflow-x: hidden; scrollbar-size-vertical: 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -36,25 +36,25 @@ class RolloutRows(ScrollView, can_focus=True):
     ]
 
     class Opened(Message):
-        """A row was opened."""
+        """Sent when a row is opened."""
 
         def __init__(self, key: str) -> None:
             super().__init__()
             self.key = key
 
     class Moved(Message):
-        """Other rows are on the screen."""
+        """Sent when other rows become visible."""
 
     def __init__(self) -> None:
         super().__init__()
         self._table: ViewTable | None = None
         self.chosen = 0
-        """The chosen row."""
+        """Index of the chosen row."""
 
-    # --- what is shown ---
+    # --- content ---
 
     def show(self, table: ViewTable) -> None:
-        """Shows a table; the chosen row stays chosen wherever it has gone, and the top stays the top."""
+        """Shows a table. The chosen row stays chosen if it moves, and a list scrolled to the top stays there."""
         key = self.key
         self._table = table
         if key and self.chosen and key in table.keys:
@@ -68,18 +68,18 @@ class RolloutRows(ScrollView, can_focus=True):
 
     @property
     def key(self) -> str:
-        """What the chosen row is called; empty without rows."""
+        """Key of the chosen row. Empty without rows."""
         keys = self._table.keys if self._table else ()
         return keys[self.chosen] if self.chosen < len(keys) else ""
 
     @property
     def on_screen(self) -> Sequence[str]:
-        """What the rows on the screen are called."""
+        """Keys of the visible rows."""
         top = self.scroll_offset.y
         return self._table.keys[top : top + max(0, self.size.height - 1)] if self._table else ()
 
     def render_line(self, y: int) -> Strip:
-        """Renders one line of the widget; the first is the head."""
+        """Renders one line of the widget. The first is the heading."""
         width, table = self.size.width, self._table
         if table is None:
             return Strip.blank(width)
@@ -101,18 +101,18 @@ class RolloutRows(ScrollView, can_focus=True):
         parts += [_fit(in_one_line(cell), c.width, c.right) for cell, c in zip(cells[1:], columns[1:], strict=False)]
         return Strip([Segment(set_cell_size(mark + " ".join(parts), self.size.width), style)], self.size.width)
 
-    # --- choosing ---
+    # --- selection ---
 
     def action_move(self, by: int) -> None:
-        """Chooses the row ``by`` rows below."""
+        """Moves the selection by ``by`` rows."""
         self._choose(self.chosen + by)
 
     def action_page(self, by: int) -> None:
-        """Chooses the row so many pages below."""
+        """Moves the selection by pages."""
         self._choose(self.chosen + by * max(1, self.size.height - 2))
 
     def action_to(self, row: int) -> None:
-        """Chooses a row, negative from the end."""
+        """Chooses a row. Negative indices count from the end."""
         self._choose(row if row >= 0 else len(self._table.keys if self._table else ()) + row)
 
     def action_open(self) -> None:
@@ -121,7 +121,7 @@ class RolloutRows(ScrollView, can_focus=True):
             self.post_message(self.Opened(self.key))
 
     def on_resize(self) -> None:
-        """Keeps the chosen row on the screen."""
+        """Keeps the chosen row visible."""
         self._choose(self.chosen)
 
     def _choose(self, row: int) -> None:
@@ -134,17 +134,17 @@ class RolloutRows(ScrollView, can_focus=True):
 
 
 def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewColumn], int]:
-    """Returns the columns that fit, and the width of the first."""
+    """Return the columns that fit, and the width of the first."""
     while len(columns) > 1:
         left = width - sum(column.width + 1 for column in columns[1:])
-        if left >= LEAST:
+        if left >= MIN_FIRST_COLUMN_WIDTH:
             return columns, left
         columns = columns[:-1]
     return columns, width
 
 
 def _fit(text: str, width: int, right: bool) -> str:
-    """Cuts or fills a cell; what is too long loses its middle: ids differ at both ends."""
+    """Truncate or pad a cell. A long text loses its middle, because ids differ at both ends."""
     if cell_len(text) > width > 3:
         tail = (width - 1) // 2
         text = set_cell_size(set_cell_size(text, width - 1 - tail).rstrip() + "…" + text[-tail:], width).rstrip()

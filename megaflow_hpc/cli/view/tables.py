@@ -1,4 +1,4 @@
-"""What the list shows: rollouts, or pods and engines; cells are made of a row when it is on the screen."""
+"""Tables for the list: rollouts, or pods and engines. Cells are created only for visible rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaflow_hpc.monitor.live import RolloutRow, Rollouts
 
 
 class ViewColumn(NamedTuple):
-    """A column of a list; the first one takes the width that others leave."""
+    """A column of a list. The first one gets the width that the others leave."""
 
     head: str
     width: int = 0
@@ -19,26 +19,26 @@ class ViewColumn(NamedTuple):
 
 
 class ViewTable(Protocol):
-    """Rows that a list can show."""
+    """Interface of the rows that a list can show."""
 
     @property
     def columns(self) -> Sequence[ViewColumn]:
-        """Its columns, of which the first takes what width is left."""
+        """The columns. The first gets the remaining width."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """What each row is called."""
+        """The key of each row."""
 
     @property
     def nothing(self) -> str:
-        """What is said where there is no row."""
+        """Text to show if there are no rows."""
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
-        """Returns the cells of a row, and its style."""
+        """Returns the cells of a row and its style."""
 
 
 class RolloutTable:
-    """Rollouts, those that run first."""
+    """Rollouts, running ones first."""
 
     columns = (
         ViewColumn("rollout"),
@@ -53,7 +53,7 @@ class RolloutTable:
         self._rollouts, self.keys, self.nothing = rollouts, rollouts.ids, nothing
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
-        """Returns the cells of a row, and its style."""
+        """Returns the cells of a row and its style."""
         rollout = self._rollouts[row]
         turns = "" if rollout.turns is None else str(rollout.turns)
         node = rollout.place.node if rollout.place else ""
@@ -62,7 +62,7 @@ class RolloutTable:
 
 
 def last_word(rollout: RolloutRow) -> str:
-    """What a rollout does now and for how long, or what came of it."""
+    """Returns a rollout's current activity with its duration, or its outcome."""
     if rollout.stored is not None:
         reward = rollout.stored.reward
         outcome = "" if reward is None else f"reward {reward:g}"
@@ -91,7 +91,7 @@ class PartTable:
         self.keys = [cells[0] for cells in self._rows]
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
-        """Returns the cells of a row, and its style."""
+        """Returns the cells of a row and its style."""
         cells = self._rows[row]
         return cells, STYLES.get(cells[1], "")
 

@@ -1,4 +1,4 @@
-"""The lines above the list: what a status says, in words that fit a terminal of 80 columns."""
+"""Format a status as lines for a terminal of 80 columns, above the list."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ STYLES = {
     "serving": "green",
     "draining": "yellow",
 }
-"""State → colour; the state's word stands beside, for terminals without colours."""
+"""State → colour. The state's name is shown next to it, for terminals without colours."""
 
 
 def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
     """Returns the lines above the list.
 
     Args:
-        name: of the campaign.
-        size: columns and lines of the screen, of which the list below needs the most.
-        problem: why what is shown is old; empty while it is not.
+        name: Name of the campaign.
+        size: Columns and lines of the screen. The list below needs most of the lines.
+        problem: The reason if the shown state is old, else empty.
     """
     status, (width, height) = snapshot.status, size
     lines = [progress(name, status, width), counts(status), means(snapshot)]
@@ -49,11 +49,11 @@ def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str =
 
 
 def progress(name: str, status: Mapping[str, Any], width: int) -> Text:
-    """Name, state, a bar, and how long it will take."""
+    """Formats name, state, a progress bar and the remaining time."""
     rollouts, state = status["rollouts"], status["state"]
     done = sum(rollouts[final] for final in FINAL)
     share = min(1.0, done / rollouts["total"]) if rollouts["total"] else 0.0
-    said = f" {done}/{rollouts['total']} {int(share * 100)}%"  # 100 only where all are done
+    said = f" {done}/{rollouts['total']} {int(share * 100)}%"  # 100 % only if all are done
     if per_minute := status["rate_per_s"] * 60:
         said += f"  {per_minute:.1f}/min" if per_minute < 100 else f"  {per_minute:,.0f}/min"
     if status["eta_s"]:
@@ -67,7 +67,7 @@ def progress(name: str, status: Mapping[str, Any], width: int) -> Text:
 
 
 def counts(status: Mapping[str, Any]) -> Text:
-    """Rollouts by state."""
+    """Formats the number of rollouts by state."""
     line = Text()
     for state in ("pending", "running", *FINAL):
         count = status["rollouts"][state]
@@ -76,7 +76,7 @@ def counts(status: Mapping[str, Any]) -> Text:
 
 
 def means(snapshot: RunSnapshot) -> Text:
-    """Pods, slots, engines and their pace."""
+    """Formats pods, slots, engines and their throughput."""
     status = snapshot.status
     pods = [pod for pod in status["pods"] if pod["state"] in PRESENT]
     slots = sum(pod["slots"] for pod in pods)
@@ -85,14 +85,14 @@ def means(snapshot: RunSnapshot) -> Text:
     said += [f"slots {running}/{slots} ({running / slots:.0%})"] if slots else []
     said += [_numbered("engines", status["servers"], "serving")] if status["servers"] else []
     said += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["servers"] or status["tokens_per_s"] else []
-    line = Text(in_one_line("  ".join(said)))  # a state is whatever a pod has called it
+    line = Text(in_one_line("  ".join(said)))  # a pod's state is untrusted text
     if stuck := snapshot.rollouts.stuck:
         line.append(f"  stuck {stuck}", "bold red")
     return line
 
 
 def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
-    """``pods 3 (1 silent, 2 done)``: how many are as they should be, and what the others are."""
+    """Format ``pods 3 (1 silent, 2 done)``: the number in normal state, and the other states."""
     states: dict[str, int] = {}
     for thing in things:
         states[thing["state"]] = states.get(thing["state"], 0) + 1
@@ -101,7 +101,7 @@ def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
 
 
 def remarks(snapshot: RunSnapshot) -> Iterator[str]:
-    """What is unusual: failures, what is waited for, pods and engines that are not well."""
+    """Yields unusual conditions: failures, waiting jobs, unhealthy pods and engines."""
     status = snapshot.status
     if status["failed_at"]:
         causes = []

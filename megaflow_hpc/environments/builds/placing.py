@@ -19,7 +19,7 @@ from megaflow_hpc.environments.images.layers.listing import LayerListing
 from megaflow_hpc.environments.images.layers.packing import Attributes, Packer, attributes_of
 from megaflow_hpc.environments.images.layers.view import LayerView, ViewEntry
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.unpack import DEEPEST
+from megaflow_hpc.host.unpack import MAX_DEPTH
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -86,8 +86,8 @@ class Placer:
         self._lead_to(self._view.resolve(path), Attributes(0o755, *owner))
 
     def _tree(self, directory: int, found: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
-        if target.count("/") > DEEPEST:
-            raise ConfigError(f"{how.target}: more than {DEEPEST} directories in one another")
+        if target.count("/") > MAX_DEPTH:
+            raise ConfigError(f"{how.target}: more than {MAX_DEPTH} directories in one another")
         attributes = self._attributes(found, how)
         known = self._view.entry(target)
         if known is not None and known.kind == stat.S_IFLNK and how.replaces and not top and not _archived(found, how):

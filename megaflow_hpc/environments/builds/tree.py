@@ -32,7 +32,7 @@ from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.packing import Packer, pack_tree
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host import beneath, child
+from megaflow_hpc.host import child, safe_path
 from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import RefusedMember
@@ -54,7 +54,7 @@ def copy(root: str, target: str, *sources: str) -> None:
         place = os.path.join(target, str(number))
         os.makedirs(place)
         item = os.path.join(place, posixpath.basename(posixpath.normpath(source)) or "root")
-        with beneath.opened(top, source, as_root=True) as (found, _):
+        with safe_path.opened(top, source, as_root=True) as (found, _):
             inside = f"/proc/self/fd/{found}" + ("/." if stat.S_ISDIR(os.fstat(found).st_mode) else "")
             why = child.cp(inside, item, "-H", "-T", pass_fds=(found,))
         if why:

@@ -22,8 +22,8 @@ from megaflow_hpc.environments.images.store import digest_in
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, last_line
 from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.cleanup import BUILD_DIRECTORY, make_directory, sweep_directories
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.leftovers import BUILD_DIRECTORY, make_directory, sweep_directories
 
 SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 BUILD_OPTIONS = ("--fakeroot", *SIF_OPTIONS)

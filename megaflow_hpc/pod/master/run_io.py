@@ -37,7 +37,7 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Asked, PodLiveStatus, Viewers
-from megaflow_hpc.rundir.pods.condenser import SummaryWriter
+from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.types import Rollout
 
 POLL_INTERVAL_S = 0.5

@@ -1,5 +1,6 @@
-"""What the events of a pod amount to: which rollouts run, what ended and how, and a summary to read in their place.
+"""Evaluate the events of pods: running rollouts, outcomes, and summaries that save reading whole event files.
 
-In come events of one pod or of many; out come places, counts and ``RUN/events/<pod>.<start>.summary``. Rank 0 writes
-its own pod's summary; ``monitor`` and the pod that takes blocks over read them. It calls ``rundir`` alone.
+The inputs are events of one or many pods. The outputs are places, counts and ``RUN/events/<pod>.<start>.summary``. Rank
+0 writes its own pod's summary. ``monitor`` and a pod that takes over blocks read the summaries. It calls only
+``rundir``.
 """

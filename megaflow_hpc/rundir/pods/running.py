@@ -1,4 +1,4 @@
-"""Which rollouts run, since when and where, and where attempts failed: what pods' events tell of single rollouts."""
+"""Track running rollouts, their places and failed attempts, from pods' events."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megaflow_hpc.rundir.pods.summary import Summary
 ENDED = ("done", "drained", "paused", "lost")
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where one attempt runs, or ran."""
+class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
+    """The place where one attempt runs or ran."""
 
     id: str
-    """Of the rollout."""
+    """Id of the rollout."""
     pod: str
     """``<pod>.<start>``."""
     rank: int
@@ -28,26 +28,26 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunningRollouts:
-    """Hears every event of a run: each pod's in their order, and pods in any."""
+    """Tracks the rollouts of a run. It needs each pod's events in order; the order of pods does not matter."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, int], str] = {}
-        """(pod, rank) → its node."""
-        self._running: dict[str, Place] = {}
-        """Rollout → where it runs."""
+        """(pod, rank) → node."""
+        self._running: dict[str, AttemptPlace] = {}
+        """Rollout → the place where it runs."""
         self._stored_at: dict[str, float] = {}
-        """Rollout → when its last outcome was stored."""
-        self._begun: dict[str, dict[str, Place]] = {}
-        """Pod → rollout that it has not stored → its last attempt there."""
-        self.last: dict[str, Place] = {}
+        """Rollout → time at which its last outcome was stored."""
+        self._begun: dict[str, dict[str, AttemptPlace]] = {}
+        """Pod → rollout without an outcome from this pod → its last attempt there."""
+        self.last: dict[str, AttemptPlace] = {}
         """Rollout → its last attempt."""
         self.failures: Counter[tuple[str, str]] = Counter()
-        """(cause, node) → attempts that failed there, those that were repeated included."""
+        """(cause, node) → number of attempts that failed there, including repeated ones."""
         self.retries: Counter[str] = Counter()
-        """Cause → attempts that were repeated."""
+        """Cause → number of repeated attempts."""
 
     def apply(self, pod: str, event: AnyEvent) -> None:
-        """Takes in one event of ``pod`` (``<pod>.<start>``)."""
+        """Adds one event of ``pod`` (``<pod>.<start>``)."""
         match event:
             case StartEvent():
                 self._start(pod, event)
@@ -57,7 +57,7 @@ class RunningRollouts:
                     self._failed(pod, rollout, event.kind)
                 self._begun.get(pod, {}).pop(rollout, None)
             case AttemptEvent(id=rollout):
-                if event.kind != "cancelled":  # its user's decision, not a fault
+                if event.kind != "cancelled":  # the user's decision, not a fault
                     self.retries[event.kind] += 1
                 self._failed(pod, rollout, event.kind, event.rank)
                 place = self._running.get(rollout)
@@ -71,22 +71,22 @@ class RunningRollouts:
                 self._end(pod)
 
     def forget(self, rollout: str) -> None:
-        """Keeps nothing of a rollout that has ended for good and that no event will speak of any more."""
+        """Drops a rollout that has ended for good and has no further events."""
         for kept in (self._running, self._stored_at, self.last):
             kept.pop(rollout, None)
 
     @property
     def ids(self) -> Iterable[str]:
-        """The rollouts that run anywhere, or did in pods that have not said what became of them."""
+        """Ids of rollouts that run in any pod, or whose pod ended without reporting their outcome."""
         return list(self._running)
 
     def adopt(self, pod: str, summary: Summary) -> None:
-        """Takes in what the first events of a pod amount to."""
+        """Adds a summary of a pod's first events."""
         counted = self.failures, self.retries
         self.failures, self.retries = Counter(), Counter()
         for event in summary.events:
             self.apply(pod, event)
-        self.failures, self.retries = counted  # the summary's count those of the events that it keeps
+        self.failures, self.retries = counted  # the summary's counts include the events that it keeps
         self.retries.update(summary.retries)
         for cause, nodes in summary.failures.items():
             self.failures.update({(cause, node): count for node, count in nodes.items()})
@@ -94,7 +94,7 @@ class RunningRollouts:
             self._note_stored(ended.id, ended.t)
             if ended.began is not None:
                 rank, attempt, began_at = ended.began
-                place = Place(ended.id, pod, rank, self._nodes.get((pod, rank), ""), attempt, began_at)
+                place = AttemptPlace(ended.id, pod, rank, self._nodes.get((pod, rank), ""), attempt, began_at)
                 before = self.last.get(ended.id)
                 if before is None or before.began_at <= began_at:
                     self.last[ended.id] = place
@@ -102,13 +102,14 @@ class RunningRollouts:
     def _note_stored(self, rollout: str, at: float) -> None:
         self._stored_at[rollout] = max(at, self._stored_at.get(rollout, 0.0))
         place = self._running.get(rollout)
-        if place is not None and place.began_at <= at:  # one that failed may have started again since
+        if place is not None and place.began_at <= at:  # a failed rollout may have been started again
             del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
-        """Another pod, or another start of this one, may have had it before, and its file may be read later."""
+        """Record a start. Another pod or an earlier start may have had the rollout before, and its file may be read
+        later."""
         node = self._nodes.get((pod, event.rank), "")
-        place = Place(event.id, pod, event.rank, node, event.attempt, event.t)
+        place = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
         self._begun.setdefault(pod, {})[event.id] = place
         before = self.last.get(event.id)
         if before is not None and before.pod != pod and before.began_at > event.t:
@@ -126,13 +127,13 @@ class RunningRollouts:
         for rollout in ended:
             del self._running[rollout]
 
-    def longest(self, pods: Collection[str]) -> list[Place]:
-        """Returns what runs in these pods, that which began first at the beginning."""
+    def longest(self, pods: Collection[str]) -> list[AttemptPlace]:
+        """Returns the rollouts that run in these pods, longest-running first."""
         places = [place for place in self._running.values() if place.pod in pods]
         return sorted(places, key=lambda place: place.began_at)
 
     def by_cause(self) -> dict[str, dict[str, int]]:
-        """Returns cause → node → failed attempts, the most frequent first."""
+        """Returns cause → node → number of failed attempts, most frequent first."""
         found: dict[str, dict[str, int]] = {}
         for (cause, node), count in self.failures.most_common():
             found.setdefault(cause, {})[node] = count

@@ -1,14 +1,14 @@
-"""``RUN/events/<pod>.<start>.summary``: what the first bytes of an event file amount to, so that they need no reading.
+"""``RUN/events/<pod>.<start>.summary``: summarises the first bytes of an event file, so that readers can skip them.
 
-An event file grows with every rollout; who looks at a run that is a day old would read gigabytes. So each pod now and
-then replaces a summary of its own file: how many bytes it covers, the events that still matter (of the pod, its workers
-and the rollouts that have not ended), counts of the others, and 8 bytes for each rollout that has ended well. A reader
-goes on behind the bytes that are covered. A summary is a help and no more: where it is missing, damaged, of another
-version or covers more than the event file has, the events are read from the first one on.
+An event file grows with every rollout, so reading the events of a day-old run would take gigabytes. Each pod therefore
+replaces a summary of its own file from time to time. A summary has the number of bytes that it covers, the events that
+still matter (of the pod, its workers and unfinished rollouts), counts of the other events, and 8 bytes for each
+successful rollout. A reader continues after the covered bytes. A summary is only an optimisation. If it is missing,
+damaged, of another version or covers more than the event file has, all events are read.
 
 ::
 
-    CRC-32 of what follows, 4 bytes
+    CRC-32 of the following bytes, 4 bytes
     Summary in msgpack
 """
 
@@ -40,28 +40,28 @@ from megaflow_hpc.rundir.events import (
 VERSION = 1
 SUFFIX = ".summary"
 DIGEST = 8
-"""Bytes that stand for the id of a rollout: of ten million, two are alike once in 400,000 campaigns."""
+"""Bytes of the digest of a rollout's id. Among ten million ids, a collision occurs in one of 400,000 campaigns."""
 RECENT_S = 300.0
-"""Rollouts that were stored within so many seconds before the last event are told by the second."""
+"""Seconds before the last event within which stored rollouts are counted per second."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True, gc=False):
-    """A rollout that is stored as failed or cancelled, which may be run again."""
+    """A rollout stored as failed or cancelled, which may be run again."""
 
     id: str
     status: Outcome
     kind: str
     error: str
-    """Empty but for the first of its kind in this pod; the event has it."""
+    """The error. Empty except for the first of its kind in this pod; the event has it."""
     t: Time
     seconds: Number
     turns: Count
     inexact: Count
     began: tuple[Count, Count, Time] | None
-    """Rank, number and begin of its last attempt, where it is known."""
+    """Rank, number and start time of its last attempt, if known."""
 
     def to_event(self) -> RolloutEvent:
-        """Returns its event as far as it was kept."""
+        """Returns its event with the fields that were kept."""
         return RolloutEvent(
             t=self.t,
             id=self.id,
@@ -75,45 +75,46 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
 
 
 class Summary(Event, tag="summary"):
-    """Events of one pod, condensed. It stands before those that follow it."""
+    """Aggregated events of one pod. It precedes the events that follow it."""
 
     covers: Count
-    """Bytes of the event file."""
+    """Number of covered bytes of the event file."""
     events: list[AnyEvent]
-    """Those that still matter, in their order."""
+    """The events that still matter, in order."""
     ended_well: dict[str, dict[Outcome, Count]]
-    """Policy → status → rollouts."""
+    """Policy → status → number of successful rollouts."""
     digests: bytes
-    """Of the ids of these, :data:`DIGEST` bytes each, in no order."""
+    """Unordered digests of their ids, :data:`DIGEST` bytes each."""
     inexact: dict[str, Count]
-    """Policy → turns of these whose sampled token ids are not exact."""
+    """Policy → number of their turns whose sampled token ids are inexact."""
     ended_badly: list[EndedBadly]
     retries: dict[str, Count]
-    """Attempts that failed and were repeated, by cause, those in :attr:`events` included; as those that follow."""
+    """Cause → number of failed and repeated attempts, including those in :attr:`events`. The next fields count them
+    too."""
     failures: dict[str, dict[str, Count]]
-    """Cause → node → failed attempts."""
+    """Cause → node → number of failed attempts."""
     recent: dict[Count, Count]
-    """Second → rollouts that were stored then, of the last minutes before :attr:`t`."""
+    """Second → number of rollouts stored in it, for the last minutes before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
     """Policy → number of turns of :attr:`ended_well` with constrained tokens."""
     busy_at: Time = 0.0
-    """When the pod last started a rollout or ended one."""
+    """Time at which the pod last started or ended a rollout."""
     version: int = VERSION
 
 
 def digest(rollout: str) -> bytes:
-    """Returns what stands for a rollout's id."""
+    """Returns the digest of a rollout's id."""
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
 class WantedPods:
-    """Rollouts that are looked for among the digests of many pods.
+    """Searches for rollouts among the digests of many pods.
 
-    Of millions nearly all fall through a sieve, by their low bits, before any becomes a number of Python's.
+    A filter on the low bits rejects nearly all of millions of digests before any becomes a Python number.
     """
 
     def __init__(self, rollouts: Iterable[str]) -> None:
-        import numpy as np  # here, as most looks find no digests
+        import numpy as np  # imported here because most searches find no digests
 
         self._ids = {_number(digest(rollout)): rollout for rollout in rollouts}
         self._sieve = np.zeros(32 << len(self._ids).bit_length(), dtype=bool)
@@ -121,7 +122,7 @@ class WantedPods:
         self._sieve[np.fromiter(self._ids, np.uint64, len(self._ids)) & self._low_bits] = True
 
     def among(self, digests: bytes) -> list[str]:
-        """Returns those whose digests are there."""
+        """Returns the rollouts whose digests are present."""
         import numpy as np
 
         numbers = np.frombuffer(digests, np.uint64)
@@ -134,37 +135,37 @@ def _number(one: bytes) -> int:
 
 
 def busy_at(before: float, event: AnyEvent) -> float:
-    """Returns when a pod last started a rollout or ended one, or wrote its first event, once it has written this one.
+    """Returns when a pod last started or ended a rollout, or wrote its first event, after the given event.
 
     Args:
-        before: the same until then; 0 before the first.
+        before: The time before this event. 0 for the first event.
     """
     return event.t if isinstance(event, (StartEvent, RolloutEvent, AttemptEvent)) or not before else before
 
 
 def policy_of(rollout: str) -> str:
-    """Returns the policy of a rollout's id, ``<task>/<policy>/<sample>``; empty where it is none."""
+    """Returns the policy in a rollout's id, ``<task>/<policy>/<sample>``. Empty if the id is invalid."""
     parts = rollout.rsplit("/", 2)
     return parts[1] if len(parts) == 3 else ""
 
 
 def path_of(events: Path) -> Path:
-    """Returns where the summary of an event file lies."""
+    """Returns the path of an event file's summary."""
     return events.with_suffix(SUFFIX)
 
 
 def write(events: Path, summary: Summary) -> int:
-    """Replaces the summary of an event file; returns its bytes. Raises OSError."""
+    """Replaces the summary of an event file and returns its size in bytes. Raises OSError."""
     try:
         body = _encoder.encode(summary)
-    except UnicodeEncodeError:  # lone surrogates, of a program's output that is no text
+    except UnicodeEncodeError:  # lone surrogates, from program output that is not text
         body = _encoder.encode(_as_text(msgspec.to_builtins(summary, builtin_types=(bytes,))))
     write_atomic(path_of(events), zlib.crc32(body).to_bytes(4, "little") + body)
     return len(body)
 
 
 def read(events: Path) -> Summary | None:
-    """Returns the summary of an event file; ``None`` where none can be used."""
+    """Returns the summary of an event file. ``None`` if there is no usable summary."""
     try:
         data = read_regular(path_of(events))
         if zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
@@ -177,7 +178,7 @@ def read(events: Path) -> Summary | None:
 
 
 def begin(events: Path) -> tuple[int, list[Summary]]:
-    """Returns what stands for the first bytes of an event file, and how many; see :class:`~.events.EventReader`."""
+    """Returns the summary of an event file's first bytes, and their number; see :class:`~.events.EventReader`."""
     summary = read(events)
     return (summary.covers, [summary]) if summary is not None else (0, [])
 

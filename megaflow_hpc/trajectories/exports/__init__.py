@@ -1,8 +1,8 @@
-"""Trajectories in the formats of other programs, one module per format, and JSON lines back into a campaign file.
+"""Write trajectories in other programs' formats, one module per format, and read JSON lines back into a campaign file.
 
-An open store comes in, files go out. Every format's module offers ``HELP`` (one line) and ``write(job) -> list[Path]``:
-it takes rows from ``job.rows()`` in order, keeps a bounded part of them in memory, and publishes its files by rename.
-The verbs ``export`` and ``import`` call it, and users do.
+The input is an open store, the output are files. Every format's module offers ``HELP`` (one line) and ``write(job) ->
+list[Path]``. It takes rows from ``job.rows()`` in order, holds a bounded number of them in memory, and publishes its
+files by rename. The verbs ``export`` and ``import`` call this room, and users may.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 
 GROUP_TOKENS = 1 << 20
-"""Tokens of a group of rows held in memory at once: some tens of MB."""
+"""Maximum number of tokens of rows held in memory at once: some tens of MB."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -34,15 +34,15 @@ COMPRESSIONS = ("none", "gz", "zst")
 
 @dataclass
 class ExportJob:
-    """One export: the chosen rows of a store, and the directory they go to."""
+    """One export: the chosen rows of a store, and the target directory."""
 
     store: TrajectoryStore
     numbers: NDArray[np.int64]
     directory: Path
     compress: str = "none"
-    """Compression of JSON lines: one of :data:`COMPRESSIONS`; Parquet is always compressed."""
+    """Compression of JSON lines, one of :data:`COMPRESSIONS`. Parquet is always compressed."""
     progress: Callable[[int, int], None] = lambda done, total: None
-    """Called with the number of rows done and of all rows."""
+    """Called with the number of finished rows and of all rows."""
     warn: Callable[[str], None] = lambda text: None
     """Called with the id of each trajectory that the format cannot store completely, and the reason."""
 
@@ -53,7 +53,7 @@ class ExportJob:
             self.progress(done + 1, len(self.numbers))
 
     def groups(self) -> Iterator[NDArray[np.int64]]:
-        """Yields row numbers, each time as many as fit in memory together."""
+        """Yields groups of row numbers that fit in memory together."""
         lengths = self.store.lengths()[self.numbers]
         start = tokens = 0
         for end, length in enumerate(lengths.tolist()):
@@ -67,7 +67,7 @@ class ExportJob:
         self.progress(len(self.numbers), len(self.numbers))
 
     def flat(self, numbers: NDArray[np.int64]) -> Flat:
-        """Returns the token sequences of rows end to end."""
+        """Returns the token sequences of rows, concatenated."""
         return self.store.flat(numbers)
 
 
@@ -83,19 +83,19 @@ def export(
     """Writes trajectories in other formats.
 
     Args:
-        store: an open store.
-        formats: names among :data:`FORMATS`.
-        directory: the directory to write to, created if missing; files of the same name are replaced.
-        where: an expression that selects rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
-        compress: compression of JSON lines: ``none``, ``gz`` or ``zst``.
-        progress: called with the format, the number of rows done and of all rows.
-        warn: called with the id of each trajectory that a format cannot store completely, and the reason.
+        store: An open store.
+        formats: Names among :data:`FORMATS`.
+        directory: Directory to write to, created if missing. Files of the same name are replaced.
+        where: An expression that selects rows; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
+        compress: Compression of JSON lines: ``none``, ``gz`` or ``zst``.
+        progress: Called with the format, the number of finished rows and of all rows.
+        warn: Called with the id of each trajectory that a format cannot store completely, and the reason.
 
     Returns:
-        The paths written, by format.
+        The written paths, by format.
 
     Raises:
-        ConfigError: a format is unknown, a package that it needs is missing, or no row was chosen.
+        ConfigError: A format is unknown, a package that it needs is missing, or no row was chosen.
     """
     modules = {name: module_of(name) for name in formats}
     if compress not in COMPRESSIONS:
@@ -127,7 +127,7 @@ def module_of(name: str) -> Any:
     """Imports and returns the module of a format.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: There is no such format.
     """
     if name not in FORMATS:
         raise ConfigError(f"format {name!r}: there are {', '.join(FORMATS)}")

@@ -1,9 +1,9 @@
-"""AReaL: one row per token sequence, as Parquet, with the keys of what AReaL's rollout workflows return.
+"""AReaL: one row per token sequence, as Parquet, with the keys that AReaL's rollout workflows return.
 
-``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 where not sampled), ``versions`` int32 (-1 where not
-sampled), ``attention_mask`` bool and ``rewards`` float32, the tensors of a trajectory by AReaL's names; :func:`tensors`
-pads rows to the batch that its ``concat_padded_tensors`` would make. ``trajectory`` and ``group`` say whose they are.
-(AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
+``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 if not sampled), ``versions`` int32 (-1 if not
+sampled), ``attention_mask`` bool and ``rewards`` float32 are AReaL's names for the tensors of a trajectory.
+:func:`tensors` pads rows to the same batch as AReaL's ``concat_padded_tensors``. ``trajectory`` and ``group`` identify
+the row. (AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
-    """Returns rows of this format padded to the right: (rows, longest) by name, and ``rewards`` (rows)."""
+    """Pads rows of this format to the right. Returns (rows, longest) by name, and ``rewards`` (rows)."""
     found: dict[str, NDArray[Any]] = {}
     for name, dtype in {**KEYS, "attention_mask": np.bool_}.items():
         found[name] = padded_lines([row[name] for row in rows], dtype, _FILL[name])

@@ -1,4 +1,4 @@
-"""Imports JSON lines: what ``export --format jsonl`` wrote becomes a campaign file with equal columns."""
+"""Import JSON lines: the output of ``export --format jsonl`` becomes a campaign file with equal columns."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def import_jsonl(
     campaign: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Writes a ``trajectories.h5`` from lines of JSON, plain or compressed by gzip or Zstandard.
+    """Writes a ``trajectories.h5`` from JSON lines, plain or compressed with gzip or Zstandard.
 
     Args:
-        source: the file of lines.
-        target: the file to write; one of the same name is replaced when all is written.
-        campaign: name of the campaign; by default that of ``source`` up to its first dot.
-        progress: called with the number of trajectories done.
+        source: The file of lines.
+        target: The file to write. An existing file is replaced at the end.
+        campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
+        progress: Called with the number of finished trajectories.
 
     Returns:
         The number of trajectories.
 
     Raises:
-        ConfigError: there is no line, or one is not a trajectory or repeats an id. The message names the line, and
-            ``target`` stays as it was.
+        ConfigError: There is no line, or a line is not a trajectory or repeats an id. The message names the line, and
+            ``target`` is unchanged.
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")

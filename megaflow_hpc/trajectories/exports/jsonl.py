@@ -80,7 +80,7 @@ def _floats(values: Any) -> str:
     number = np.isfinite(values)
     finite = values[number].tolist()
     cells[number] = ("%.9g," * len(finite) % tuple(finite)).split(",")[:-1] if finite else []
-    cells[number & (values == 0) & np.signbit(values)] = "-0.0"  # JSON's -0 would come back as an integer
+    cells[number & (values == 0) & np.signbit(values)] = "-0.0"  # JSON's -0 would be read back as an integer
     return ",".join(cells)
 
 
@@ -88,7 +88,7 @@ def parse(data: Mapping[str, Any]) -> Trajectory:
     """Returns the trajectory of a parsed line.
 
     Raises:
-        KeyError, TypeError, ValueError: the line is not a trajectory.
+        KeyError, TypeError, ValueError: The line is not a trajectory.
     """
     record = {**data, **data.get("tree", {})}
     record["sequences"] = [

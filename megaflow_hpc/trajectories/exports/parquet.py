@@ -34,7 +34,7 @@ def pyarrow() -> Any:
     """Imports and returns pyarrow, with ``pyarrow.parquet``.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: It is not installed.
     """
     try:
         import pyarrow
@@ -81,12 +81,12 @@ def _records(row: Row, name: str) -> list[dict[str, Any]]:
 
 
 def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
-    """Returns the token sequences of rows, per row a list of structs, over the flat columns without a copy.
+    """Returns the token sequences of rows as one list of structs per row, using the flat columns without a copy.
 
     Args:
-        pa: pyarrow.
-        flat: the sequences of the rows.
-        numbers: (n), row numbers in the order of ``flat``, each once.
+        pa: The module pyarrow.
+        flat: The sequences of the rows.
+        numbers: (n), distinct row numbers in the order of ``flat``.
     """
     token_offsets = pa.array(flat.offsets, pa.int32())
 
@@ -100,7 +100,7 @@ def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
         "loss_mask": tokens(flat.loss_mask),
         "weight_versions": tokens(flat.weight_versions),
     }
-    # Rows come in the order asked for and once each, so those of one row lie together.
+    # Rows are distinct and in the requested order, so the sequences of a row are adjacent.
     ends = np.searchsorted(np.searchsorted(numbers, flat.row), np.arange(len(numbers) + 1))
     items = pa.StructArray.from_arrays(list(fields.values()), list(fields))
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), items)

@@ -1,14 +1,14 @@
-"""verl: one row per token sequence, as Parquet, with the columns of verl's own rollouts and of its prompt datasets.
+"""verl: one row per token sequence, as Parquet, with the columns of verl's own rollouts and prompt datasets.
 
-verl's agent loop ends in a ``DataProto`` of padded tensors. Padding is left to the reader, so here the same names hold
-lists: ``prompts`` (what comes before the first sampled token), ``responses`` (all behind it), ``response_mask`` (1
-where sampled), ``rollout_log_probs`` (0.0 where not sampled), ``reward_score``, ``uid`` (the group, what advantages are
-computed over), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto` pads
-rows to the tensors as ``DataProto.from_single_dict`` takes them.
+verl's agent loop returns a ``DataProto`` of padded tensors. Here the reader pads, so the same names hold lists:
+``prompts`` (tokens before the first sampled one), ``responses`` (all later tokens), ``response_mask`` (1 if sampled),
+``rollout_log_probs`` (0.0 if not sampled), ``reward_score``, ``uid`` (the group, over which advantages are computed),
+``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto` pads rows to the
+tensors for ``DataProto.from_single_dict``.
 
 The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` are those of verl's
-``RLHFDataset``, so that the same file can be sampled anew. (verl 0.9: ``verl/experimental/agent_loop/agent_loop.py``,
-``verl/utils/dataset/rl_dataset.py``.)
+``RLHFDataset``, so the same file can be used to sample again. (verl 0.9:
+``verl/experimental/agent_loop/agent_loop.py``, ``verl/utils/dataset/rl_dataset.py``.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
         place, before = (place + 1 if number == before else 0), number
         first, last = int(flat.offsets[s]), int(flat.offsets[s + 1])
         if sampled[last] == sampled[first]:
-            continue  # nothing of it was sampled: nothing to train on
+            continue  # no sampled tokens, so nothing to train on
         mask = flat.loss_mask[first:last]
         begin = first + int(mask.argmax())
         versions = flat.weight_versions[first:last][mask == 1]
@@ -78,14 +78,14 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
 
 
 def _asked(row: Row, sequence: int) -> list[dict[str, Any]]:
-    """Returns the messages of a sequence's first call; the main conversation if that call is unknown."""
+    """Return the messages of a sequence's first call, or the main conversation if that call is unknown."""
     linked = (n for n, turn in enumerate(row.turns) if turn.sequence == sequence and turn.message >= 0)
     number = next(linked, None)
     return row.messages if number is None else row.call(number).messages
 
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns the messages before the first answer, with their content as text."""
+    """Return the messages before the first answer, with their content as text."""
     found = []
     for message in messages:
         if message.get("role") == "assistant":
@@ -123,11 +123,11 @@ def _schema(pa: Any) -> Any:
 
 
 def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, NDArray[Any]]:
-    """Pads rows of this format as verl's agent loop does: prompts to the left, responses to the right.
+    """Pads rows of this format in the same way as verl's agent loop: prompts to the left, responses to the right.
 
     Args:
         rows: B rows as read from the Parquet file.
-        pad_token_id: the tokenizer's padding token.
+        pad_token_id: The tokenizer's padding token.
 
     Returns:
         By name, int64 ``prompts`` ``responses`` ``response_mask`` ``input_ids`` ``attention_mask`` ``position_ids``,

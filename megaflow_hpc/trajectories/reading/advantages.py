@@ -1,7 +1,7 @@
 """Group-relative advantages: how much better a rollout did than the other samples of its task.
 
-All kinds take the reward and the group of each row. Rows without a reward (NaN, not verified) belong to no group, and
-their advantage is NaN; the only row of a group has the advantage 0.
+All kinds use the reward and the group of each row. Rows without a reward (NaN, not verified) belong to no group, and
+their advantage is NaN. A row that is alone in its group has the advantage 0.
 
 =========  ==========================================  =============================================================
 ``grpo``   (r - mean) / (std + epsilon)                Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1
@@ -31,18 +31,18 @@ def advantages(
     """Computes the advantage of each row.
 
     Args:
-        rewards: (n), NaN where there is none.
+        rewards: (n), NaN for rows without a reward.
         groups: (n), the group of each row, of any hashable type.
-        kind: see the table above.
-        epsilon: what ``grpo`` adds to the divisor.
-        ddof: degrees of freedom subtracted in ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the
+        kind: One of the kinds in the table above.
+        epsilon: Added to the divisor of ``grpo``.
+        ddof: Degrees of freedom subtracted in ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the
             population's.
 
     Returns:
-        (n), NaN where there is no reward.
+        (n), NaN for rows without a reward.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: There is no such kind.
     """
     if kind not in KINDS:
         raise ConfigError(f"advantage {kind!r}: there are {', '.join(KINDS)}")
@@ -57,7 +57,7 @@ def advantages(
     centred = r - mean[group]
     if kind == "grpo":
         spread = np.sqrt(np.bincount(group, centred**2) / np.maximum(size - ddof, 1))
-        divisor = spread[group] + epsilon  # 0 without an epsilon where a group's rewards are equal: no signal, not NaN
+        divisor = spread[group] + epsilon  # without epsilon, a group with equal rewards gets 0 (no signal) and not NaN
         value = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
     elif kind == "drgrpo":
         value = centred
@@ -70,7 +70,7 @@ def advantages(
 
 
 def codes(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Numbers different values from 0 in order of appearance: (n) → (n); sorting a million strings would be slower."""
+    """Numbers distinct values from 0 in order of appearance: (n) → (n). Sorting a million strings would be slower."""
     seen: dict[Any, int] = {}
     return np.fromiter((seen.setdefault(value, len(seen)) for value in values.tolist()), np.int64, len(values))
 

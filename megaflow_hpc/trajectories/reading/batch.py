@@ -1,4 +1,4 @@
-"""Batches of token sequences, and how trajectories are packed into them."""
+"""Build batches of token sequences, and pack trajectories into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaflow_hpc.trajectories.reading.sources import Source, offsets_of
 Oversize = Literal["error", "skip"]
 
 POOL = 4096
-"""Number of rows packed together: more make fuller batches, fewer keep more of the order."""
+"""Number of rows packed together. More rows make fuller batches, fewer keep more of the order."""
 
 
 def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict[str, NDArray[Any]]:
@@ -42,13 +42,13 @@ def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict
 
 
 def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left: bool = False) -> NDArray[Any]:
-    """Returns ragged values as a matrix, each line filled behind its end.
+    """Returns ragged values as a matrix. Each line is filled at its end.
 
     Args:
-        values: (T), all lines end to end.
-        offsets: (S+1), where each of S lines begins in ``values``.
-        fill: what stands where a line has nothing.
-        left: fill before each line instead.
+        values: (T), the concatenated lines.
+        offsets: (S+1), the start of each of S lines in ``values``.
+        fill: Value of the padding.
+        left: Pad at the start of each line instead.
 
     Returns:
         (S, longest), of the type of ``values``.
@@ -63,7 +63,7 @@ def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left:
 
 
 def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> NDArray[Any]:
-    """Returns sequences of numbers as a matrix (lines, longest), filled as by :func:`padded`."""
+    """Returns sequences of numbers as a matrix (lines, longest), padded in the same way as by :func:`padded`."""
     parts = [np.asarray(line, dtype) for line in lines]
     values = np.concatenate([np.empty(0, dtype), *parts])
     return padded(values, offsets_of([len(part) for part in parts]), fill, left=left)
@@ -72,24 +72,24 @@ def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = Fa
 def plan_batches(
     source: Source, rows: NDArray[np.int64], budget: int, is_padded: bool, seed: int | None, oversize: Oversize
 ) -> list[NDArray[np.int64]]:
-    """Divides rows into batches, each row once; equal arguments give equal plans.
+    """Divides rows into batches, each row once. Equal arguments give equal plans.
 
-    Rows are packed some thousands at a time, best fit, the longest first, which comes within a few per cent of the
-    fewest batches possible. A padded batch costs its number of sequences times the longest of them.
+    Some thousands of rows are packed at a time, best fit, longest first. The result has a few per cent more batches
+    than the minimum. The cost of a padded batch is its number of sequences times the length of the longest.
 
     Args:
-        source: where the lengths of rows are read.
-        rows: (n), row numbers; rows without tokens are left out.
-        budget: entries of each token column per batch, padding included.
-        is_padded: whether the sequences of a batch will be padded to the longest.
-        seed: shuffles rows and batches; ``None`` keeps the order, but for the packing.
-        oversize: ``error`` or ``skip`` for a row that alone is over the budget.
+        source: Source of the rows' lengths.
+        rows: (n), row numbers. Rows without tokens are left out.
+        budget: Maximum number of entries of each token column per batch, including padding.
+        is_padded: Whether the sequences of a batch will be padded to the longest.
+        seed: Shuffles rows and batches. ``None`` keeps the order, except for the packing.
+        oversize: ``error`` or ``skip`` for a row that alone exceeds the budget.
 
     Returns:
         The row numbers of each batch.
 
     Raises:
-        ConfigError: a row is over the budget, with ``oversize="error"``.
+        ConfigError: A row exceeds the budget, with ``oversize="error"``.
     """
     first = source.column("trajectories/sequence_offset")
     bounds = source.column("sequences/token_offset")
@@ -123,7 +123,7 @@ def plan_batches(
 
 
 def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
-    """Best fit decreasing: each row goes where it leaves the least room."""
+    """Pack by best fit decreasing: each row goes to the batch where it leaves the least space."""
     bins: list[list[int]] = []
     room = np.empty(len(pool), np.int64)
     for item in pool[np.argsort(-tokens[pool], kind="stable")].tolist():
@@ -143,7 +143,7 @@ def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> li
 def _pack_padded(
     pool: NDArray[np.int64], longest: NDArray[np.int64], count: NDArray[np.int64], budget: int
 ) -> list[NDArray[np.int64]]:
-    """Puts rows of similar length together, so that little is padding."""
+    """Group rows of similar length, so that there is little padding."""
     bins: list[NDArray[np.int64]] = []
     current: list[int] = []
     width = lines = 0

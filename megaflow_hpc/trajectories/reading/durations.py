@@ -1,4 +1,4 @@
-"""Durations of the rollouts of earlier campaigns, read from their trajectories.h5, for plans and pods to learn from."""
+"""Read durations of rollouts from the trajectories.h5 of earlier campaigns, for estimates in plans and pods."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
     """Returns (task, policy, seconds) of every rollout that was carried out.
 
     Args:
-        path: a run directory that was gathered, or a trajectories.h5.
+        path: A gathered run directory, or a trajectories.h5.
 
     Raises:
-        ConfigError: there is no such file, or it is not a campaign file.
+        ConfigError: There is no such file, or it is not a campaign file.
     """
-    from megaflow_hpc.trajectories.hdf5.columns import read, texts  # bring h5py, which no other part of a plan needs
+    from megaflow_hpc.trajectories.hdf5.columns import (
+        read,
+        texts,
+    )  # imports h5py, which no other part of planning needs
     from megaflow_hpc.trajectories.hdf5.file import open_file
 
     file_path = path / "trajectories.h5" if path.is_dir() else path
@@ -45,10 +48,10 @@ class Durations:
     """Durations of earlier campaigns, by task and policy.
 
     Args:
-        paths: gathered run directories, or campaign files.
+        paths: Gathered run directories, or campaign files.
 
     Raises:
-        ConfigError: a file cannot be read, or no rollout was carried out in any of them.
+        ConfigError: A file cannot be read, or none of them has a rollout that was carried out.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -67,15 +70,16 @@ class Durations:
         return (task, policy), ("task", task, ""), ("policy", policy, ""), ()
 
     def expected_s(self, rollout: Rollout) -> float:
-        """Returns the mean duration of the rollout's task under its policy or else of the task, the policy, or all."""
+        """Returns a mean duration: of the rollout's task and policy, else of its task, of its policy, or of all
+        rollouts."""
         return next(self._means[key] for key in self._keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
-        """Returns the durations known for these rollouts, from which pods start to estimate.
+        """Returns the known durations for these rollouts, with which pods start their estimates.
 
         Returns:
-            (task, policy, number, mean, variance) of the logarithm of seconds, per task and policy; where a task is
-            unknown under its policy, those of the task under others. Unknown tasks are left out.
+            (task, policy, number, mean, variance) of the logarithm of seconds, per task and policy. If a task is
+            unknown for its policy, durations with other policies are used. Unknown tasks are left out.
         """
         found = []
         for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):

@@ -1,17 +1,17 @@
-"""Follows a campaign: yields each rollout as it becomes durable, from all pods, and can continue in a later process.
+"""Follow a campaign: yield each rollout as it becomes durable, from all pods, and continue in a later process.
 
-Each poll reads the bytes that were appended to the journals since the last one. It costs one listing of
-``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. A rollout
-that was yielded as failed or cancelled is yielded a second time if a later attempt succeeds, and never again.
+Each poll reads the bytes that were appended to the journals since the last poll. It costs one listing of
+``RUN/journal``, one stat per journal and the new bytes. A rollout is yielded at its first record that counts. If it was
+yielded as failed or cancelled and a later attempt succeeds, it is yielded a second time, and never again.
 
 A follower's *cursor* contains everything that a follower in a later process needs to continue: the bytes read of each
-journal, and the ids that were yielded without success. The cursor omits ids of successes, so it stays small in a long
-campaign: the ledger lets only rollouts without a success run again. ::
+journal, and the ids that were yielded without success. The cursor omits ids of successes, because the ledger lets only
+rollouts without a success run again. So it stays small in a long campaign. ::
 
     {"journals": {"pod-0.17.journal": 52100, …}, "failed": ["fix-humanize-3/default/1", …]}
 
 At every poll, seals are read after the sizes of the journals and before their bytes. So records that a delayed writer
-appends behind a seal are never yielded, also not after a cursor.
+appends behind a seal are never yielded, not even after a cursor.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from megaflow_hpc.types import VERIFIED
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
-"""Seconds between two looks while nothing is new."""
-CACHED_S = 60.0
+POLL_INTERVAL_S = 1.0
+"""Seconds between two polls without new records."""
+MAX_CACHE_AGE_S = 60.0
 """Seconds for which a network file system may show an earlier state of a journal."""
 
 
 class Follower:
-    """Finds the rollouts of a run that became durable since the last look.
+    """Finds the rollouts of a run that became durable since the last poll.
 
     Args:
-        run: the run directory; its campaign may not have begun.
-        after: ids to leave out for good, for example those an earlier process has seen succeed.
-        seals: called at every look for the seals; by default those of the ledger.
-        cursor: the :attr:`cursor` of another follower of this run, to go on behind what that one returned.
+        run: The run directory. Its campaign may not have started yet.
+        after: Ids to leave out for good, such as those that an earlier process has seen succeed.
+        seals: Called at every poll for the seals. Default: those of the ledger.
+        cursor: The :attr:`cursor` of another follower of this run, to continue after its last result.
 
     Raises:
-        ConfigError: ``cursor`` is none.
+        ConfigError: ``cursor`` is invalid.
     """
 
     def __init__(
@@ -75,28 +75,29 @@ class Follower:
         self._read, self._failed = _places(cursor) if cursor is not None else ({}, set())
         self._seen = {*after, *self._failed}
         self._tails: dict[str, tuple[int, float, float]] = {}
-        """Size of a journal that ended in half a record; when it was read first and last at that size."""
+        """Size of a journal that ended in an incomplete record, and the first and last time of reading it at that size.
+        Size of a journal that ended in an incomplete record, and the first and last time of reading it at that size."""
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """What was returned so far, as JSON: ``journals``, bytes read by file name, and ``failed``, ids."""
+        """The position so far as JSON: ``journals``, the bytes read by file name, and ``failed``, ids."""
         return {"journals": dict(self._read), "failed": sorted(self._failed)}
 
     def poll(self) -> list[Row]:
-        """Returns the new rows, in commit order as far as it is known now. Rows are lazy and stay valid.
+        """Returns the new rows, in commit order as far as it is known. Rows are lazy and stay valid.
 
         Raises:
-            OSError: the run directory cannot be read now; the next call then returns the same rows.
+            OSError: The run directory cannot be read now. The next call returns the same rows.
         """
         found = self.entries()
         source = JournalSource(Index(self._run.journal, found))
         return [Row(source, row) for row in range(len(found))]
 
     def entries(self) -> list[RecordEntry]:
-        """Returns what :meth:`poll` would have, as places in journals with what decided over them.
+        """Returns the same results as :meth:`poll`, as positions in journals with the fields that decide the winner.
 
         Raises:
-            OSError: as for :meth:`poll`.
+            OSError: As for :meth:`poll`.
         """
         sizes = {path: path.stat().st_size for path in journals(self._run)}
         grown = {path: size for path, size in sizes.items() if self._is_new(path.name, size)}
@@ -115,20 +116,21 @@ class Follower:
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
     def load(self, entry: RecordEntry) -> Trajectory:
-        """Reads the trajectory of an entry, of this follower or of an earlier one of the run.
+        """Reads the trajectory of an entry, from this follower or from an earlier one of the run.
 
         Raises:
-            ConfigError: its record is no longer there.
-            OSError: the run directory cannot be read now.
+            ConfigError: Its record no longer exists.
+            OSError: The run directory cannot be read now.
         """
         return Index(self._run.journal).load(entry)
 
     def _is_new(self, name: str, size: int) -> bool:
-        """Whether a journal may hold more than was read; what a killed writer left of a record is not read for ever."""
+        """Return whether a journal may have new records. An incomplete record of a killed writer is not read for ever.
+        Return whether a journal may have new records. An incomplete record of a killed writer is not read for ever."""
         if size <= self._read.get(name, 0):
             return False
         known, first, last = self._tails.get(name, (-1, 0.0, 0.0))
-        return known != size or last - first <= CACHED_S  # a cache may show a size before the bytes
+        return known != size or last - first <= MAX_CACHE_AGE_S  # a cache may show a size before the bytes
 
     def _note_tail(self, name: str, size: int) -> None:
         now = time.monotonic()
@@ -137,7 +139,7 @@ class Follower:
             self._tails[name] = size, first if known == size else now, now
 
     def _take(self, entry: RecordEntry) -> bool:
-        """Whether an entry is to be returned, which is then noted."""
+        """Return whether an entry shall be yielded, and record it."""
         succeeded = entry.status in VERIFIED
         if entry.id in self._seen and not (succeeded and entry.id in self._failed):
             return False
@@ -146,9 +148,9 @@ class Follower:
         return True
 
     def lacking(self) -> bool:
-        """Returns whether the campaign is finished but not all was seen, because a cache hides the end of a journal.
+        """Returns whether the campaign is finished but a cache still hides the end of a journal.
 
-        For a follower that began without a cursor, which does not tell what succeeded before it.
+        It only works for a follower without a cursor, since a cursor does not contain earlier successes.
         """
         ledger = Ledger(self._run)
         if not ledger.finished:
@@ -160,23 +162,23 @@ def follow(
     run: RunDir | str | os.PathLike[str],
     over: Callable[[], bool],
     after: Iterable[str] = (),
-    poll_s: float = POLL_S,
+    poll_s: float = POLL_INTERVAL_S,
 ) -> Iterator[Row]:
-    """Yields each rollout once, present ones first, and ends with a last look after ``over`` returned true.
+    """Yields each rollout once, existing ones first, and polls once more after ``over`` has returned true.
 
-    While the run directory does not answer it waits, and says so in the log.
+    It waits while the run directory does not answer, and logs that.
 
     Args:
-        run: the run directory.
-        over: returns whether the campaign has ended; called once per look.
-        after: ids to leave out.
-        poll_s: seconds between two looks while nothing is new.
+        run: The run directory.
+        over: Returns whether the campaign has ended. It is called once per poll.
+        after: Ids to leave out.
+        poll_s: Seconds between two polls without new records.
 
     Raises:
-        OSError: the run directory did not answer for too long.
+        OSError: The run directory did not answer for too long.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
-    if not journals(run) and run.trajectories.exists():  # a result whose journals were removed since
+    if not journals(run) and run.trajectories.exists():  # the journals of this result were removed
         seen = set(after)
         with open_trajectories(run.trajectories) as store:
             yield from (row for row in store if row.id not in seen)
@@ -191,7 +193,7 @@ def follow(
             now = time.monotonic()
             if not passing(error) or (away and now - away > GIVE_UP_S):
                 raise
-            if away and not said:  # a handle that is stale once is not worth a word
+            if away and not said:  # a single stale handle is not worth a message
                 logger.warning("%s does not answer (%s); waiting for it", run, error)
                 said = True
             away = away or now
@@ -203,14 +205,14 @@ def follow(
         yield from new
         if last and not new:
             ended = ended or time.monotonic()
-            if time.monotonic() - ended > CACHED_S or not lacking:
+            if time.monotonic() - ended > MAX_CACHE_AGE_S or not lacking:
                 return
         if not new:
             time.sleep(poll_s)
 
 
 def _places(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    """Returns the bytes read by journal and the ids that failed, of a follower's cursor."""
+    """Return the bytes read by journal and the failed ids from a follower's cursor."""
     read, failed = cursor.get("journals"), cursor.get("failed")
     if (
         isinstance(read, dict)

@@ -1,7 +1,7 @@
-"""The journals of a run as a source of rows, equal to those of the campaign file that is gathered from them.
+"""The journals of a run as a source of rows. They equal the rows of the campaign file that is gathered from them.
 
-A journal has no columns. The first request for a column decodes all rows once and keeps the small columns, of rows,
-sequences and turns; tokens and messages are read again when they are needed.
+A journal has no columns. The first request for a column decodes all rows once and keeps the small columns of rows,
+sequences and turns. Tokens and messages are read again when they are needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 _CACHED = 8
-"""Decoded trajectories in memory: the parts of one row are usually read together."""
+"""Number of decoded trajectories in memory, since the parts of one row are usually read together."""
 _SCALARS = tuple(
     c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n" and c.name != "turns"
 )
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 class JournalSource:
-    """The winners in a run's journals, as an index found them."""
+    """Reads the winning records in a run's journals, as found by an index."""
 
     def __init__(self, found: Index) -> None:
         self._index = found
@@ -142,7 +142,7 @@ class JournalSource:
 
     @cached_property
     def _built(self) -> tuple[dict[str, NDArray[Any]], dict[str, dict[int, float]]]:
-        """The columns by path, and the rewards by name and row."""
+        """Return the columns by path, and the rewards by name and row."""
         values: dict[str, list[Any]] = {path: [0] if path in _OFFSETS else [] for path in (*_OFFSETS, *_COLUMNS)}
         rewards: dict[str, dict[int, float]] = {}
         for row, trajectory in enumerate(self._index.trajectories()):

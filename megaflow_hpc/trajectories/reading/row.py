@@ -18,7 +18,7 @@ _SCALARS = frozenset(c.name for c in COLUMNS.values() if c.group == "trajectorie
 
 
 class Row:
-    """One trajectory; every attribute is read when it is used. Valid while its store is open."""
+    """One trajectory. Attributes are read on access. It is valid while its store is open."""
 
     __slots__ = ("_source", "index")
 
@@ -36,7 +36,7 @@ class Row:
     attempt: int
     epoch: int
     reward: float
-    """NaN unless verified."""
+    """NaN if the rollout was not verified."""
     started_at: float
     """Seconds UTC."""
     finished_at: float
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The rewards that the rollout has, by name."""
+        """The rewards of the rollout, by name."""
         return self._source.rewards(self.index)
 
     @property
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def conversations(self) -> list[Conversation]:
-        """All its conversations, in the order in which they began."""
+        """All conversations, ordered by their start."""
         source, row = self._source, self.index
         views = source.sequences(row)
         turns = [
@@ -99,7 +99,7 @@ class Row:
         return record
 
     def call(self, number: int) -> ConversationCall:
-        """Returns one model call: the messages that were asked, the answer and its turn.
+        """Returns one model call: the messages that were sent, the answer and its turn.
 
         If the call was not a chat call, or has no link to its answer, there are no messages and the answer is ``None``.
         """
@@ -115,17 +115,17 @@ class Row:
 
     @property
     def turns(self) -> list[Turn]:
-        """The model calls; sequence numbers and token spans count within this trajectory, unlike in the file."""
+        """The model calls. Sequence numbers and token spans count within this trajectory, unlike in the file."""
         return self._source.turns(self.index)
 
     @property
     def attempts(self) -> list[Attempt]:
-        """Every attempt at the rollout, superseded ones included."""
+        """Every attempt at the rollout, including superseded ones."""
         return self._source.attempts(self.index)
 
     @property
     def artifacts(self) -> list[Artifact]:
-        """The files kept of the rollout."""
+        """The stored files of the rollout."""
         return self._source.artifacts(self.index)
 
     def trajectory(self) -> Trajectory:

@@ -1,15 +1,15 @@
-"""Selects trajectories by an expression over their columns.
+"""Selects trajectories with an expression over their columns.
 
     store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")
     store.select("rewards['tests'] > 0 and weight_version_min >= 3 and finished_at >= '2026-11-21T08:00'")
 
-The expression has Python's syntax and is never run as Python: its tree is checked against a short list of forms and
-evaluated with numpy over whole columns, and only the columns that it names are read. It may hold names of columns,
+The expression has Python's syntax and is never run as Python. Its tree is checked against a short list of forms and
+evaluated with numpy over whole columns. Only the columns that it names are read. It may contain names of columns,
 numbers, strings, ``and or not``, ``== != < <= > >=``, ``in`` and ``not in`` a list, ``+ - * / %``, ``isnan(x)``,
 ``abs(x)`` and, on strings, ``.startswith(s)``, ``.endswith(s)``, ``.contains(s)`` and ``.matches(glob)``.
 
-A comparison with a missing number (NaN, the reward of what was not verified) is false, ``!=`` excepted, as in Python.
-A string compared with a time is a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
+Every comparison with a missing number (NaN, such as the reward of an unverified rollout) is false, except ``!=``, as in
+Python. A string that is compared with a time is a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megaflow_hpc.resources import docs
 from megaflow_hpc.trajectories.reading.table import RowTable
 
 MAX_LENGTH = 10_000
-"""Largest length of an expression, in characters."""
+"""Maximum length of an expression in characters."""
 
 TIMES = ("started_at", "finished_at")
 
@@ -63,11 +63,12 @@ def select(expression: str, table: RowTable) -> NDArray[np.int64]:
     """Returns the row numbers for which an expression is true, in order.
 
     Args:
-        expression: in the language above.
-        table: the columns it may name.
+        expression: An expression in the language above.
+        table: The columns that it may name.
 
     Raises:
-        ConfigError: it does not parse, names an unknown column, or holds a form that is not allowed; says where.
+        ConfigError: It does not parse, names an unknown column, or has a form that is not allowed. The message says
+            where.
     """
     if len(expression) > MAX_LENGTH:
         raise ConfigError(f"selection: {len(expression)} characters, at most {MAX_LENGTH}")
@@ -84,7 +85,7 @@ def select(expression: str, table: RowTable) -> NDArray[np.int64]:
             found = _Evaluation(expression.strip(), table).of(tree.body)
     except RecursionError:
         raise ConfigError("selection: nested too deeply; split it") from None
-    except (TypeError, ValueError, ArithmeticError) as error:  # conditions added up, integers without bound
+    except (TypeError, ValueError, ArithmeticError) as error:  # such as a sum of conditions, or an unbounded integer
         raise ConfigError(f"selection: {expression!r}: {error}; compare columns with numbers or text") from None
     mask = np.broadcast_to(np.asarray(found), (table.rows,))
     if mask.dtype != np.bool_:
@@ -93,7 +94,7 @@ def select(expression: str, table: RowTable) -> NDArray[np.int64]:
 
 
 class _Evaluation:
-    """One walk over the tree. Values are numpy arrays of all rows, or plain constants."""
+    """Evaluates one tree. Values are numpy arrays over all rows, or plain constants."""
 
     def __init__(self, text: str, table: RowTable) -> None:
         self._text = text
@@ -103,7 +104,7 @@ class _Evaluation:
         """Returns the value of a node of the tree.
 
         Raises:
-            ConfigError: the node, or one below it, is not allowed in a selection.
+            ConfigError: The node, or a node below it, is not allowed in a selection.
         """
         match node:
             case ast.Constant(value=bool() | int() | float() | str()):
@@ -192,7 +193,7 @@ class _Evaluation:
         return _COMPARE[type(op)](a, b)
 
     def _times(self, node: ast.expr, value: Any, other: ast.expr, with_: Any) -> Any:
-        """Returns a date that is compared with a time as seconds UTC, and any other value unchanged."""
+        """Convert a date that is compared with a time to seconds UTC. Any other value is returned unchanged."""
         if not isinstance(value, str) or not (isinstance(other, ast.Name) and other.id in TIMES):
             return value
         try:
@@ -217,7 +218,7 @@ class _Evaluation:
 
 
 def _each(column: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
-    """Returns ``test`` of every entry, computed once per different text."""
+    """Return ``test`` of every entry, computed once per distinct text."""
     known: dict[Any, bool] = {}
     found = np.empty(len(column), np.bool_)
     for row, item in enumerate(column.tolist()):
@@ -232,7 +233,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Returns two texts in one form: bytes if either is a column of fixed width."""
+    """Return two texts in one form: bytes if either is a column of fixed width."""
     fixed = any(isinstance(value, np.ndarray) and value.dtype.kind == "S" for value in (a, b))
     if not fixed:
         return a, b

@@ -98,7 +98,7 @@ class Source(Protocol):
         """Returns the rollout ids of all rows."""
 
     def scalar(self, name: str, row: int) -> Any:
-        """Returns one value of ``/trajectories/<name>``, without reading the whole column where that is long."""
+        """Returns one value of ``/trajectories/<name>``, without reading a long column as a whole."""
 
     def rewards(self, row: int) -> dict[str, float]:
         """Returns the named rewards that a row has."""

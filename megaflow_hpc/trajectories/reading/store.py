@@ -1,4 +1,4 @@
-"""Reads trajectories from a run directory, finished or not, or from one ``trajectories.h5``.
+"""Read trajectories from a run directory, finished or not, or from one ``trajectories.h5``.
 
     with open_trajectories(run.path) as store:
         good = store.select("status == 'completed' and reward >= 0.5")
@@ -8,7 +8,7 @@
         advantage = store.advantages("grpo")
 
 A store is a snapshot: it does not change while it is open, whatever the campaign does. Rows are lazy, and columns are
-read when they are first used: opening costs the same for ten trajectories and for a million.
+read on first use. Opening costs the same for ten trajectories and for a million.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, Source
 from megaflow_hpc.trajectories.reading.table import RowTable
 
 LOOK_UPS = 16
-"""Number of ids looked up one by one before all are put into a dictionary."""
+"""Number of ids that are looked up one by one before a dictionary of all ids is built."""
 
 
 class TrajectoryStore:
-    """The trajectories of one campaign, in commit order; a context manager. :func:`open_trajectories` makes it."""
+    """The trajectories of one campaign, in commit order. A context manager, created by :func:`open_trajectories`."""
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
         self._looked_up = 0
         self.path = path
-        """The file or run directory being read."""
+        """The file or run directory that is read."""
 
     def __enter__(self) -> TrajectoryStore:
         return self
@@ -57,7 +57,7 @@ class TrajectoryStore:
         self.close()
 
     def close(self) -> None:
-        """Closes its files; rows and columns cannot be read afterwards."""
+        """Closes its files. Rows and columns cannot be read afterwards."""
         self._source.close()
 
     @property
@@ -75,7 +75,8 @@ class TrajectoryStore:
         return {rollout: row for row, rollout in enumerate(self.ids)}
 
     def _number(self, rollout: str) -> int | None:
-        """Returns the row of an id. The first few are searched in the column: a dictionary of a million is slow."""
+        """Return the row of an id. The first few are searched in the column, because building a dictionary of a million
+        ids is slow."""
         if isinstance(self._source, Hdf5Source) and "_row_of" not in self.__dict__ and self._looked_up < LOOK_UPS:
             self._looked_up += 1
             column = self._source.column("trajectories/id")
@@ -95,11 +96,11 @@ class TrajectoryStore:
         return (Row(self._source, row) for row in range(len(self)))
 
     def __getitem__(self, key: int | str) -> Row:
-        """Returns a row by its number, negative from the end, or by its rollout id.
+        """Returns a row by its number (negative numbers count from the end) or by its rollout id.
 
         Raises:
-            IndexError: there is no such row.
-            KeyError: there is no such id.
+            IndexError: There is no such row.
+            KeyError: There is no such id.
         """
         return Row(self._source, self._row(key))
 
@@ -108,13 +109,13 @@ class TrajectoryStore:
         return (Row(self._source, self._row(key)) for key in numbers)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Returns a column (n) with one entry per row, which must not be changed; text as objects of ``str``.
+        """Returns a column (n) with one entry per row. It must not be changed. Text is returned as objects of ``str``.
 
         Args:
-            name: a column that :meth:`select` knows, or ``rewards/<name>``.
+            name: A column that :meth:`select` knows, or ``rewards/<name>``.
 
         Raises:
-            KeyError: there is no such column.
+            KeyError: There is no such column.
         """
         table = self._table
         reward = name.removeprefix("rewards/")
@@ -133,29 +134,29 @@ class TrajectoryStore:
         >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
 
         Raises:
-            ConfigError: it does not parse, or names an unknown column; the message says where.
+            ConfigError: It does not parse, or names an unknown column. The message says where.
         """
         return select(expression, self._table)
 
     def advantages(self, kind: Kind = "grpo", reward: str | None = None, **options: Any) -> NDArray[np.float32]:
-        """Returns how much better each row (n) did than the others of its group; NaN where it has no reward.
+        """Returns how much better each row (n) did than the others of its group. NaN for rows without a reward.
 
         Args:
             kind: ``grpo``, ``drgrpo``, ``rloo`` or ``median``; see
                 :mod:`~megaflow_hpc.trajectories.reading.advantages`.
-            reward: name of one of several rewards, to be used instead of the reward.
+            reward: Name of a reward to use instead of the main one.
             options: ``epsilon`` and ``ddof`` of :func:`~megaflow_hpc.trajectories.reading.advantages.advantages`.
 
         Raises:
-            ConfigError: there is no such kind.
-            KeyError: there is no such reward.
+            ConfigError: There is no such kind.
+            KeyError: There is no such reward.
         """
         values = self.column("reward" if reward is None else f"rewards/{reward}")
         return advantages(values, self._source.column("trajectories/group_id"), kind, **options)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the rewards that any row has."""
+        """Names of all rewards in any row."""
         return self._table.rewards
 
     @cached_property
@@ -167,14 +168,15 @@ class TrajectoryStore:
 
     @cached_property
     def versions(self) -> dict[str, Any]:
-        """Versions of the software and models it was made by, from the file's attribute; empty without one."""
+        """Versions of the software and models that produced the campaign, from the file's attribute. Empty without it.
+        Versions of the software and models that produced the campaign, from the file's attribute. Empty without it."""
         if isinstance(self._source, Hdf5Source):
             return attribute(self._source.file, "versions")
         found = json.loads(root_attributes(RunDir(self.path))["versions"])
         return found if isinstance(found, dict) else {}
 
     def flat(self, ids: Iterable[int | str]) -> Flat:
-        """Returns the token sequences of some trajectories end to end, by row number or id."""
+        """Returns the concatenated token sequences of some trajectories, by row number or id."""
         return self._source.flat(self._rows(ids))
 
     def lengths(self) -> NDArray[np.int64]:
@@ -186,19 +188,19 @@ class TrajectoryStore:
         """Returns the token sequences of some trajectories, ready for a trainer.
 
         Args:
-            ids: rollout ids or row numbers, in the order of the result; a rollout without tokens adds no sequence.
-            pad: ``None`` for flat token columns of all T tokens; a number for columns (S, longest), padded with it in
-                ``tokens`` and elsewhere with the value of tokens that were not sampled.
+            ids: Rollout ids or row numbers, in the order of the result. A rollout without tokens adds no sequence.
+            pad: ``None`` for flat token columns of all T tokens. A number for columns (S, longest): ``tokens`` is
+                padded with it, other columns with the value of tokens that were not sampled.
 
         Returns:
-            ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (0 where not sampled, where the store has NaN:
-            a product with the mask is right), ``weight_version`` int32 (-1 where not sampled): (T,) or (S, longest).
-            ``offsets`` int64 (S+1): sequence s is tokens ``[offsets[s], offsets[s+1])`` of the flat columns. Per
-            sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings; ``reward`` float32,
-            NaN unless verified.
+            ``tokens`` int32, ``loss_mask`` uint8, ``logprobs`` float32 (0 if not sampled; the store has NaN there,
+            which would spoil a product with the mask), ``weight_version`` int32 (-1 if not sampled): (T,) or (S,
+            longest). ``offsets`` int64 (S+1): sequence s is tokens ``[offsets[s], offsets[s+1])`` of the flat columns.
+            Per sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings; ``reward``
+            float32, NaN unless verified.
 
         Raises:
-            KeyError, IndexError: no such trajectory.
+            KeyError, IndexError: There is no such trajectory.
         """
         return make_batch(self._source, self._rows(ids), pad)
 
@@ -212,19 +214,19 @@ class TrajectoryStore:
         shard: tuple[int, int] = (0, 1),
         oversize: Oversize = "error",
     ) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yields batches of whole trajectories, each packed up to a number of tokens; every row once.
+        """Yields batches of whole trajectories, each packed up to a number of tokens. Every row occurs once.
 
         Args:
-            token_budget: largest number of entries of each token column, padding included.
-            rows: ids, row numbers or an expression; all rows by default. Rows without tokens are left out.
-            pad: as in :meth:`batch`.
-            seed: shuffles the rows; ``None`` keeps neighbours together, which reads fastest.
-            shard: (rank, ranks) of a parallel trainer; ranks take different batches, in numbers that differ by at most
+            token_budget: Maximum number of entries of each token column, including padding.
+            rows: Ids, row numbers or an expression. Default: all rows. Rows without tokens are left out.
+            pad: As in :meth:`batch`.
+            seed: Shuffles the rows. ``None`` keeps neighbours together, which reads fastest.
+            shard: (rank, ranks) of a parallel trainer. Ranks get different batches; their numbers differ by at most
                 one.
-            oversize: ``error`` or ``skip`` for a trajectory that alone is over the budget.
+            oversize: ``error`` or ``skip`` for a trajectory that alone exceeds the budget.
 
         Raises:
-            ConfigError: a trajectory is over the budget, with ``oversize="error"``.
+            ConfigError: A trajectory exceeds the budget, with ``oversize="error"``.
         """
         chosen = (
             self.select(rows) if isinstance(rows, str) else np.arange(len(self)) if rows is None else self._rows(rows)
@@ -264,9 +266,9 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
     """Opens a campaign's trajectories for reading.
 
     Args:
-        path: a run directory, also of a running campaign, or one ``trajectories.h5``. Of a run directory the file is
-            read if it holds all that the journals do, else the journals, which show the same.
-        seals: the seals of a run directory, instead of those of its ledger.
+        path: A run directory (also of a running campaign), or a ``trajectories.h5``. In a run directory the file is
+            read if it contains everything in the journals. Otherwise the journals are read, with the same result.
+        seals: The seals of a run directory, instead of those of its ledger.
 
     Raises:
         ConfigError: ``path`` is missing, not a run directory, or a foreign, damaged or newer file.
@@ -286,7 +288,8 @@ def open_trajectories(path: str | os.PathLike[str], seals: Seals | None = None) 
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Returns whether a file holds all the journals of now; journals may have been removed since it was made."""
+    """Return whether a file contains all current journals. Journals may have been removed since the file was written.
+    Return whether a file contains all current journals. Journals may have been removed since the file was written."""
     if not now["journals"]:
         return True
     if recorded is None:

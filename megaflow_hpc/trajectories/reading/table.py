@@ -1,4 +1,4 @@
-"""The columns of rows that a selection may name: those of the schema, and a few derived from them."""
+"""Columns that a selection may name: those of the schema, and a few derived from them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.reading.sources import Hdf5Source, Source, offsets_of
 
 _WINDOW = 1 << 20
-"""Tokens read at a time where a whole token column must be searched."""
+"""Number of tokens read at once when a whole token column must be searched."""
 _ALIASES = {"task": "task_id", "group": "group_id", "sample": "sample_index"}
 
 
 class RowTable:
-    """Columns of one entry per row, by name; derived ones are computed on first use and kept."""
+    """Columns with one entry per row, by name. Derived columns are computed on first use and cached."""
 
     def __init__(self, source: Source) -> None:
         names = {c.name: c.name for c in COLUMNS.values() if c.group == "trajectories" and c.extent == "n"}
@@ -35,11 +35,11 @@ class RowTable:
         self._kept: dict[str, NDArray[Any]] = {}
         self.rows = len(source)
         self.rewards = tuple(source.reward_names())
-        """Names of the rewards that any row has."""
+        """Names of all rewards in any row."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all columns but the rewards."""
+        """Names of all columns except the rewards."""
         return (*self._paths, *self._derived)
 
     def column(self, name: str) -> NDArray[Any]:
@@ -51,7 +51,7 @@ class RowTable:
         return self._kept[name]
 
     def reward(self, name: str) -> NDArray[np.float32]:
-        """Returns the column (rows) of one of :attr:`rewards`; NaN where a row has none."""
+        """Returns the column (rows) of one of :attr:`rewards`. NaN for rows without it."""
         return self._source.reward_column(name)
 
     def _counts(self, item: str) -> Callable[[], NDArray[Any]]:
@@ -67,7 +67,7 @@ class RowTable:
 
 
 def _versions(source: Source, name: str, extreme: np.ufunc) -> NDArray[Any]:
-    """Returns the lowest or highest weight version of each row's sampled tokens; -1 where none was sampled."""
+    """Return the lowest or highest weight version of each row's sampled tokens. -1 if none was sampled."""
     if isinstance(source, Hdf5Source) and f"sequences/{name}" not in source.file:
         of_sequence = _scan(source, extreme)
     else:
@@ -80,7 +80,7 @@ def _versions(source: Source, name: str, extreme: np.ufunc) -> NDArray[Any]:
 
 
 def _scan(source: Hdf5Source, extreme: np.ufunc) -> NDArray[np.int64]:
-    """Returns the same by sequence, from the tokens, for files that lack the column."""
+    """Return the lowest or highest weight version by sequence, from the tokens, for files that lack the column."""
     bounds = source.column("sequences/token_offset")
     worst = np.iinfo(np.int32).max if extreme is np.minimum else -1
     found = np.full(len(bounds) - 1, worst, np.int64)

@@ -26,19 +26,19 @@ from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
 
 FILE = "tokenizer.json"
-MOST_BYTES = 128 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
 """Maximum size of a ``tokenizer.json``. The largest known one has 33 MB."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """Pieces by token id.
+    """Texts by token id.
 
     Args:
-        tokenizer: the content of a ``tokenizer.json``.
+        tokenizer: The content of a ``tokenizer.json``.
 
     Raises:
-        ValueError: it holds no vocabulary of a known form.
+        ValueError: It has no vocabulary of a known form.
     """
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Vocabulary:
         self._pieces = by_id
 
     def piece(self, token: int) -> str:
-        """Returns the text of a token id, incomplete characters by ``surrogateescape``; empty for an unknown id."""
+        """Returns the text of a token id. Incomplete characters use ``surrogateescape``. Empty for an unknown id."""
         if token in self._special:
             return self._special[token]
         piece = self._pieces.get(token, "")
@@ -71,16 +71,16 @@ def load(path: Path) -> Vocabulary:
     """Reads a vocabulary from a ``tokenizer.json``, plain or gzipped, or from the directory of a model.
 
     Raises:
-        ConfigError: it is missing, or of no known form.
+        ConfigError: It is missing or has an unknown form.
     """
     path = path / FILE if path.is_dir() else path
     try:
-        data = read_regular(path, MOST_BYTES)
+        data = read_regular(path, MAX_TOKENIZER_BYTES)
         if data[:2] == b"\x1f\x8b":
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
-                data = packed.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
-                raise ValueError(f"it unpacks to more than {MOST_BYTES >> 20} MiB")
+                data = packed.read(MAX_TOKENIZER_BYTES + 1)
+            if len(data) > MAX_TOKENIZER_BYTES:
+                raise ValueError(f"it unpacks to more than {MAX_TOKENIZER_BYTES >> 20} MiB")
         return Vocabulary(json.loads(data))
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ConfigError(f"{path}: no {FILE} to read token ids with ({error})") from error
@@ -92,12 +92,12 @@ def kept(run: RunDir, policy: str) -> Path:
 
 
 def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
-    """Returns the path of a policy's tokenizer, if one is at hand.
+    """Returns the path of a policy's tokenizer, if it exists.
 
     Args:
-        source: the run directory or campaign file that is read.
+        source: The run directory or campaign file that is read.
         models: ``models`` of the file's attribute ``versions``: by policy a map with the model's ``path``.
-        policy: a key of ``models``.
+        policy: A key of ``models``.
     """
     run = RunDir(source if source.is_dir() else source.parent)
     model = models.get(policy)
@@ -107,7 +107,7 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
 
 
 def _alphabet() -> dict[str, bytes]:
-    """Returns the byte of each character of byte-level pieces: printable ones are themselves, others follow at 256."""
+    """Return the byte of each character of byte-level texts. Printable ones are themselves, the others start at 256."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     found = {chr(byte): bytes([byte]) for byte in plain}

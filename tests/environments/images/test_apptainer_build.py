@@ -21,7 +21,7 @@ from megaflow_hpc.environments.images.apptainer_build import build
 from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.host.leftovers import BUILD_DIRECTORY
+from megaflow_hpc.host.cleanup import BUILD_DIRECTORY
 from megaflow_hpc.host.process import descendants as below
 from tests.support.oci import oci_archive
 from tests.support.places import ROOT

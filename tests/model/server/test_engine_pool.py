@@ -117,7 +117,7 @@ def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
     (gone,) = endpoints.engines.all
     assert gone["all_failed"]
     assert gone["lasting"]
-    assert f"{pool} was cancelled; its owner goes on with it by: megaflow-hpc resume {pool}" in gone["cause"]
+    assert f"{pool} was cancelled; its owner can continue it with: megaflow-hpc resume {pool}" in gone["cause"]
     assert "until then its rollouts fail" in pool_warnings(member)[0]
     with pytest.raises(ConfigError, match="was cancelled"):
         EnginePool(pool.path).policy("mine")

@@ -127,7 +127,9 @@ def test_weights_that_no_engine_could_load_are_refused_by_their_headers(run: Run
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(safetensors(b"new", "model.language_model.layers.0.q_proj.weight"))
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": index}}))
-    with pytest.raises(ConfigError, match=r"model-2.safetensors: is not there, and model.safetensors.index.json names"):
+    with pytest.raises(
+        ConfigError, match=r"model-2.safetensors: is missing, although model.safetensors.index.json names"
+    ):
         weights.publish(run, tmp_path / "index", "a")
     assert not list(run.weights.iterdir())
     assert weights.publish(run, tmp_path / "whole", "a").version == 1

@@ -27,7 +27,14 @@ from megaflow_hpc.rundir.events import (
 )
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.condenser import EVERY_S, LONGEST, PIECE, TAIL, Condenser, SummaryWriter
+from megaflow_hpc.rundir.pods.aggregator import (
+    MAX_LINE_BYTES,
+    PIECE,
+    SUMMARY_INTERVAL_S,
+    TAIL,
+    EventAggregator,
+    SummaryWriter,
+)
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.types import VERIFIED
 from tests.support.histories import History
@@ -49,12 +56,12 @@ def make(path: Path) -> RunDir:
 
 def condense(events: Path, covered: int) -> bytes:
     """Writes the summary of the first bytes of an event file, as its pod would have; returns it."""
-    condenser = Condenser()
+    aggregator = EventAggregator()
     for line in events.read_bytes()[:covered].splitlines():
         event = decode(line)
         assert event is not None
-        condenser.apply(event)
-    summary.write(events, condenser.summary(covered))
+        aggregator.apply(event)
+    summary.write(events, aggregator.summary(covered))
     return summary.path_of(events).read_bytes()
 
 
@@ -166,7 +173,7 @@ def test_a_pod_renames_a_summary_now_and_then_and_a_first_look_reads_it_in_place
                 if there.exists() and there.stat().st_ino != inode:
                     inode, writes = there.stat().st_ino, writes + 1
         keeper.finish()
-        assert writes <= (pod + 1) * (clock.now - began) / EVERY_S
+        assert writes <= (pod + 1) * (clock.now - began) / SUMMARY_INTERVAL_S
     size = sum(path.stat().st_size for path in run.events.glob("*.jsonl"))
     assert writes <= size / TAIL
     with_them, few = bytes_read(run)
@@ -192,10 +199,10 @@ WRITES = """
 import sys, time
 from pathlib import Path
 from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, StartEvent
-from megaflow_hpc.rundir.pods import condenser
-condenser.LOOK_S, condenser.EVERY_S, condenser.TAIL, condenser.SHARE = 0.0, 0.0, 1, 0
+from megaflow_hpc.rundir.pods import aggregator
+aggregator.LOOK_S, aggregator.SUMMARY_INTERVAL_S, aggregator.TAIL, aggregator.PAUSE_FACTOR = 0.0, 0.0, 1, 0
 path = Path(sys.argv[1])
-events, keeper = EventWriter(path), condenser.SummaryWriter(path)
+events, keeper = EventWriter(path), aggregator.SummaryWriter(path)
 events.write(PodEvent(state="started", job_id="7_0", node="n"))
 for number in range(10**9):
     rollout = f"t{number}/p/0"
@@ -249,7 +256,7 @@ def test_a_successor_hears_of_failures_that_only_a_summary_covers(run: RunDir) -
         assert (history.causes, history.next_attempt) == (["model", "model"], 2)
 
 
-@pytest.mark.parametrize("size", [PIECE + 100, LONGEST + 2 * PIECE])
+@pytest.mark.parametrize("size", [PIECE + 100, MAX_LINE_BYTES + 2 * PIECE])
 def test_a_line_longer_than_a_piece_stops_no_summary(run: RunDir, size: int) -> None:
     path = run.event_file("a", "0")
     told = EndpointsEvent(t=1.0, servers=["x" * size])

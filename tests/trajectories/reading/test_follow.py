@@ -250,7 +250,7 @@ def test_what_a_killed_writer_left_of_a_record_is_read_for_a_minute_only(run, mo
     follower = Follower(run)
     assert ids(follower.poll()) == ["task/default/1"]
     assert bytes_read(follower.entries) > 0
-    monkeypatch.setattr("megaflow_hpc.trajectories.reading.follow.CACHED_S", -1.0)
+    monkeypatch.setattr("megaflow_hpc.trajectories.reading.follow.MAX_CACHE_AGE_S", -1.0)
     assert bytes_read(follower.entries) == 0
     path.write_bytes(whole)
     assert ids(follower.poll()) == ["task/default/2"]

@@ -22,7 +22,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from megaflow_hpc.environments.images.dockerfile.archive import Known, is_archive, unpack
 from megaflow_hpc.environments.images.dockerfile.bounds import DockerfileBounds
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host import beneath
+from megaflow_hpc.host import safe_path
 
 Excluded = Callable[[str], bool]
 Linked = dict[tuple[int, int], Path]
@@ -65,7 +65,7 @@ class Context:
             try:
                 root = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, root)
-                place, real = stack.enter_context(beneath.opened(root, name, follow=follow))
+                place, real = stack.enter_context(safe_path.opened(root, name, follow=follow))
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     raise LinkOut(f"{name}: a link out of the build context; copy the file into {self.root}") from None
@@ -229,7 +229,7 @@ class Context:
 
 def _reopened(place: int, name: str, flags: int = 0) -> int:
     try:
-        return beneath.reopen(place, os.O_RDONLY | flags)
+        return safe_path.reopen(place, os.O_RDONLY | flags)
     except OSError as error:
         raise ConfigError(
             f"{name}: cannot be read ({error.strerror}); make it readable, or name it in .dockerignore"

@@ -21,7 +21,7 @@ from megaflow_hpc.environments.images.layers.blob import (
 )
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, has_opaque_attribute
 from megaflow_hpc.host.tar import RefusedMember
-from megaflow_hpc.host.unpack import DEEPEST
+from megaflow_hpc.host.unpack import MAX_DEPTH
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -156,10 +156,10 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
         marks: deleted is what an empty file ``.wh.NAME`` stands for (rootfs/copies.py), not a device 0/0.
 
     Raises:
-        Refused: nested deeper than anything that reads it could go, or a file with the name of a mark.
+        RefusedMember: nested deeper than anything that reads it could go, or a file with the name of a mark.
     """
-    if name.count("/") >= DEEPEST:
-        raise RefusedMember(f"{name[:200]}: more than {DEEPEST} directories in one another")
+    if name.count("/") >= MAX_DEPTH:
+        raise RefusedMember(f"{name[:200]}: more than {MAX_DEPTH} directories in one another")
     if name and has_opaque_attribute(directory):
         packer.opaque(name)
     for entry in _entries(directory):

@@ -1,4 +1,4 @@
-"""Condenses the events of one pod, as they are written, into the summary of its event file."""
+"""Aggregate the events of one pod, as they are written, into the summary of its event file."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from megaflow_hpc.rundir.pods.summary import RECENT_S, EndedBadly, Summary, busy
 from megaflow_hpc.types import VERIFIED
 
 LOOK_S = 5.0
-EVERY_S = 60.0
-"""Between two summaries at least."""
+SUMMARY_INTERVAL_S = 60.0
+"""Minimum time in seconds between two summaries."""
 TAIL = 32 << 10
-"""Bytes of events that are left without a summary at most, or half as many as the summary has: it is written anew."""
+"""Bytes of events after which a new summary is written. Half the summary's size, if that is larger."""
 LAST_TAIL = 4 << 10
-"""The same where the pod ends."""
+"""The same bound when the pod ends."""
 PIECE = 256 << 10
-"""Bytes of events that are read at once; the thread has other work."""
-LONGEST = 2 << 20
-"""Bytes of a line that are looked at together; a longer one is no event of a rollout, and is skipped."""
+"""Bytes of events read at once. The thread also has other work."""
+MAX_LINE_BYTES = 2 << 20
+"""Maximum length of a line in bytes. A longer line is not an event of a rollout and is skipped."""
 LAST_PIECES = 16
-"""So many of them are read when the pod ends; it is awaited."""
-SHARE = 50
-"""So much longer than a piece took, the next one waits: the pod's own work goes first, however fast rollouts end."""
+"""Maximum number of pieces read when the pod ends, since other processes wait for it."""
+PAUSE_FACTOR = 50
+"""Factor from a piece's duration to the pause after it, so that the pod's other work has priority."""
 
 
-class Condenser:
-    """Takes in every event of one pod in their order, and says what they amount to.
+class EventAggregator:
+    """Aggregates every event of one pod, in order.
 
-    Its memory grows with what runs and what has failed, and by 8 bytes for each rollout that ended well.
+    Its memory grows with the running and the failed rollouts, and by 8 bytes for each successful rollout.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class Condenser:
         self._progress: tuple[int, ProgressEvent] | None = None
         self._workers: list[tuple[int, AnyEvent]] = []
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Rollout that has not ended → its events."""
+        """Unfinished rollout → its events."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Rollout that has ended badly → its failed attempts, of which who runs it again wants to know."""
+        """Unsuccessful rollout → its failed attempts, which are needed if it is run again."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -67,7 +67,7 @@ class Condenser:
         self._seen_at = self._busy_at = 0.0
 
     def apply(self, event: AnyEvent) -> None:
-        """Takes in one event."""
+        """Adds one event."""
         self._number += 1
         self._seen_at = event.t
         self._busy_at = busy_at(self._busy_at, event)
@@ -104,7 +104,7 @@ class Condenser:
             self._constrained[policy] += event.constrained
 
     def summary(self, covers: int) -> Summary:
-        """Returns what the events amount to, which are the first ``covers`` bytes of their file."""
+        """Returns the summary of the events, which are the first ``covers`` bytes of their file."""
         kept = [*self._workers, *chain(*self._open.values(), *self._attempts.values())]
         kept += [event for event in (self._pod, self._progress) if event is not None]
         self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
@@ -144,34 +144,34 @@ class Condenser:
 
 
 def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
-    """The later one with what only the earlier one says."""
+    """Return the later event, completed with fields that only the earlier one has."""
     said = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in said.items()})
 
 
 class SummaryWriter:
-    """Keeps the summary of one event file, of which it reads what others append; a disk that refuses stops nothing.
+    """Keeps the summary of one event file up to date, by reading what was appended. A full disk does no harm.
 
     Args:
-        events: the event file.
-        clock: seconds of a clock that never jumps.
+        events: The event file.
+        clock: Seconds of a monotonic clock.
     """
 
     def __init__(self, events: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = events, clock
-        self._condenser = Condenser()
+        self._aggregator = EventAggregator()
         self._covered = self._written = 0
-        """Bytes of events that the condenser has taken in, and those that the summary on the disk covers."""
+        """Bytes of events that were aggregated, and bytes that the summary on disk covers."""
         self._unended = 0
-        """Bytes behind the covered ones that were read and end no line."""
+        """Bytes after the aggregated ones that were read but contain no complete line."""
         self._size = 0
-        """Bytes of that summary."""
+        """Size of that summary in bytes."""
         self._look_at = clock() + LOOK_S
-        self._write_at = clock() + EVERY_S
+        self._write_at = clock() + SUMMARY_INTERVAL_S
         self._descriptor = -1
 
     def tick(self) -> None:
-        """Reads what was appended, if that is due, and replaces the summary, if that is."""
+        """Reads appended events if that is due, and replaces the summary if that is due."""
         if self._clock() < self._look_at:
             return
         began = time.thread_time()
@@ -179,10 +179,10 @@ class SummaryWriter:
             self._take_in()
             if self._clock() >= self._write_at and self._covered - self._written >= max(TAIL, self._size // 2):
                 self._write()
-        self._look_at = self._clock() + max(LOOK_S, SHARE * (time.thread_time() - began))
+        self._look_at = self._clock() + max(LOOK_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
-        """Writes the last summary, where it spares a reader much; nothing is written behind it by this object."""
+        """Writes the last summary, if it saves readers much. This object writes nothing afterwards."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
                 if not self._take_in():
@@ -194,26 +194,26 @@ class SummaryWriter:
             self._descriptor = -1
 
     def _take_in(self) -> bool:
-        """Returns whether it came further."""
+        """Read a piece. Returns whether there was progress."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         data = os.pread(self._descriptor, PIECE, self._covered + self._unended)
         end = data.rfind(b"\n") + 1
         if not end:
-            long = len(data) == PIECE  # a long line, or a hole that a crash has left
+            long = len(data) == PIECE  # a long line, or a hole left by a crash
             self._unended += PIECE * long
             return long
         end += self._unended
-        if self._unended > LONGEST:
+        if self._unended > MAX_LINE_BYTES:
             data = data[data.index(b"\n") + 1 :]
         elif self._unended:
             data = os.pread(self._descriptor, end, self._covered)
         for line in data[: data.rfind(b"\n") + 1].splitlines():
             if (event := decode(line)) is not None:
-                self._condenser.apply(event)
+                self._aggregator.apply(event)
         self._covered, self._unended = self._covered + end, 0
         return True
 
     def _write(self) -> None:
-        self._size = files.write(self._path, self._condenser.summary(self._covered))
-        self._written, self._write_at = self._covered, self._clock() + EVERY_S
+        self._size = files.write(self._path, self._aggregator.summary(self._covered))
+        self._written, self._write_at = self._covered, self._clock() + SUMMARY_INTERVAL_S

@@ -1,4 +1,4 @@
-"""What killed processes leave on a node beside sandboxes: directories of pods and builds, MPI's shared memory."""
+"""Clean up after killed processes, except sandboxes: directories of pods and builds, and MPI's shared memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megaflow_hpc.host.process import Identity, mapped_files, processes
 
 SHARED_MEMORY = "/dev/shm"
 STALE_S = 60.0
-"""A file of shared memory that nobody has mapped for this long belongs to no world that is just starting."""
+"""Seconds without a mapping after which a shared-memory file cannot belong to an MPI world that is just starting."""
 POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
-"""``<this>.<host>.<pid>-<start>.<random>``: a private directory, named by the process that owns it."""
+"""``<this>.<host>.<pid>-<start>.<random>`` is a private directory, named after the process that owns it."""
 
 
 def make_directory(kind: str = POD_DIRECTORY) -> Path:
-    """Makes a private directory of this process, as ``pods.sh`` makes one for its own."""
+    """Creates a private directory for this process, in the same way as ``pods.sh``."""
     me = Identity.of(os.getpid())
     return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}."))
 
 
 def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -> int:
-    """Removes the directories of a kind under ``base`` whose process on this host is gone; returns how many."""
+    """Removes directories of a kind under ``base`` whose process on this host has ended. Returns their number."""
     prefix, removed = f"{kind}.{os.uname().nodename}.", 0
     for path in _ours(base, prefix):
         owner = Identity.parse(os.path.basename(path).removeprefix(prefix).rpartition(".")[0])
@@ -37,15 +37,16 @@ def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -
 
 
 def sweep_shared_memory(prefix: str = "mpich") -> int:
-    """Removes MPI's shared memory that a world left which was killed as it started; returns how many files.
+    """Removes shared memory of MPI worlds that were killed during their start. Returns the number of files.
 
-    Ranks unlink theirs as soon as all have it mapped, so what lies there, is ours and mapped by nobody is garbage.
+    Ranks unlink their files as soon as all of them are mapped. So a file that is ours and not mapped by any process is
+    garbage.
     """
     before = time.time() - STALE_S
     found = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]
     if not found:
         return 0
-    # Another user's processes cannot be read; they have not mapped ours.
+    # Other users' processes cannot be read, but they have not mapped our files.
     mapped = set().union(*map(mapped_files, processes()))
     removed = 0
     for path in found:
@@ -57,16 +58,16 @@ def sweep_shared_memory(prefix: str = "mpich") -> int:
 
 
 def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
-    """What in a directory of everybody's begins with ``prefix`` and is this user's. No link is followed: whoever it
-    leads to, who made it decides."""
+    """Return this user's entries with ``prefix`` in a world-writable directory. Links are not followed, because their
+    creator chose the target."""
     found: dict[str, os.stat_result] = {}
     try:
         names = [name for name in os.listdir(base) if name.startswith(prefix)]
     except OSError:
-        return found  # there is none, or it cannot be listed
+        return found  # the directory is missing or cannot be listed
     for name in names:
         path = os.path.join(base, name)
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # removed in the meantime
             status = os.lstat(path)
             if status.st_uid == os.getuid():
                 found[path] = status

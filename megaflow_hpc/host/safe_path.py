@@ -1,7 +1,8 @@
-"""Paths below a directory, resolved by the user's own eyes: one component at a time, no link ever leading out.
+"""Resolve untrusted paths below a directory, one component at a time, so that no link leads out of it.
 
-What a path means to the kernel may change between two looks at it. Here every component is opened by its name in the
-directory that is open already, so that what is used is what was looked at. Linux has ``openat2`` for this from 5.6 on.
+The kernel may resolve a path differently at two times, because another process can change links in between. Here every
+component is opened by name in the directory that is already open, so the object that was checked is the one that is
+used. Since Linux 5.6 ``openat2`` does the same.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _MOST_LINKS = 40
 
 @contextlib.contextmanager
 def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) -> Iterator[tuple[int, str]]:
-    """Yields an ``O_PATH`` descriptor of what ``path`` names below ``root``, and its path there without links.
+    """Yields an ``O_PATH`` descriptor for ``path`` below ``root``, and its path there without links.
 
     Args:
-        root: descriptor of a directory.
-        follow: of a link that is the last component, yield what it leads to; without it, the link itself.
-        as_root: links are read as if ``root`` were ``/``: one that leads out of it leads to something in it.
+        root: Descriptor of a directory.
+        follow: If the last component is a link, yield its target. Otherwise yield the link itself.
+        as_root: Resolve links as if ``root`` were ``/``, so a link that leads out of it is resolved inside it.
 
     Raises:
-        OSError: with ``EXDEV`` for a path that leads out of ``root``; else as the kernel has it.
+        OSError: ``EXDEV`` if the path leads out of ``root``, otherwise the kernel's error.
     """
     place = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     names: list[str] = []
@@ -68,12 +69,12 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
 
 
 def reopen(descriptor: int, flags: int) -> int:
-    """Opens what an ``O_PATH`` descriptor stands for, anew and with rights; it must be no link."""
+    """Opens the object of an ``O_PATH`` descriptor for access. It must not be a link."""
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 def _walk(root: int, names: list[str]) -> int:
-    """Descriptor of a directory, from the top: ``..`` of one that was moved away would lead elsewhere."""
+    """Open a directory from the root. Using ``..`` would lead elsewhere if a directory was moved."""
     place = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     for name in names:
         try:
