@@ -19,10 +19,10 @@ POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
 """``<this>.<host>.<pid>-<start>.<random>``: a private directory, named by the process that owns it."""
 
 
-def make_directory(kind: str = POD_DIRECTORY) -> Path:
-    """Makes a private directory of this process, as ``pods.sh`` makes one for its own."""
+def make_directory(kind: str = POD_DIRECTORY, base: str | os.PathLike[str] | None = None) -> Path:
+    """Makes a private directory of this process under ``base``, by default the directory of temporary files."""
     me = Identity.of(os.getpid())
-    return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}."))
+    return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}.", dir=base))
 
 
 def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -> int:
