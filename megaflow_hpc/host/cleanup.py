@@ -19,10 +19,10 @@ POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
 """``<this>.<host>.<pid>-<start>.<random>`` is a private directory, named after the process that owns it."""
 
 
-def make_directory(kind: str = POD_DIRECTORY) -> Path:
-    """Creates a private directory for this process, in the same way as ``pods.sh``."""
+def make_directory(kind: str = POD_DIRECTORY, base: str | os.PathLike[str] | None = None) -> Path:
+    """Creates a private directory for this process under ``base``, by default that of temporary files."""
     me = Identity.of(os.getpid())
-    return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}."))
+    return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}.", dir=base))
 
 
 def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -> int:

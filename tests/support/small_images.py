@@ -11,7 +11,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from megaflow_hpc.environments.images.apptainer_build import build
+from megaflow_hpc.environments.images.apptainer_client import build
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.host.apptainer import find_apptainer
 

@@ -1,4 +1,4 @@
-"""``images``: the store of task images, and their copies on a node."""
+"""Adds ``images``: the store of task images, and their copies on a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.cli.making import images_make
-from megaflow_hpc.cli.making.images_make import megabytes
+from megaflow_hpc.cli.making.images_make import BuildRequest, PullRequest, StoreRequest, is_campaign, megabytes
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.values import share, zero_or_more
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb
@@ -17,6 +17,8 @@ from megaflow_hpc.resources import docs
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
+    from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.store import ImageStore, StoredImage
 
 DESCRIPTION = f"""\
 Images are kept in a store on the shared file system, each under the digest of its content: as SIF files, or as a base
@@ -42,7 +44,7 @@ def register(subparsers: Subparsers) -> None:
     build = _verb(
         verbs,
         "build",
-        images_make.build,
+        _build,
         "build every image that a campaign, or one source, needs",
         "Builds what is not in the store yet, and prints the files. A source is a campaign file, whose tasks say what "
         "they need; a definition file; a Dockerfile, whose FROM is mapped with --map; or a docker:// address. One "
@@ -75,7 +77,7 @@ def register(subparsers: Subparsers) -> None:
     pull = _verb(
         verbs,
         "pull",
-        images_make.pull,
+        _pull,
         "fetch images into the store",
         "Fetches addresses (docker://, oras://, library://) through the mirrors, if any, and takes SIF files in. With "
         "--manifest, everything that it lists: from registries, or with --from from a directory with the store's files "
@@ -94,7 +96,7 @@ def register(subparsers: Subparsers) -> None:
     manifest = _verb(
         verbs,
         "manifest",
-        images_make.manifest,
+        _manifest,
         "say what a campaign needs and what of it the store lacks",
         "Fetches and builds nothing. The manifest lists source and digest of every image of the store that the "
         "campaign's tasks use, its base and its layers, and the store's files that it is; entries without a digest are "
@@ -107,7 +109,7 @@ def register(subparsers: Subparsers) -> None:
     export = _verb(
         verbs,
         "export",
-        images_make.export,
+        _export,
         "write an image to a SIF file, for others",
         "Packs base and layers into one SIF, or copies the SIF that the image is. The content of layers is compared "
         "with their digests.",
@@ -191,31 +193,86 @@ def _cached(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", metavar="DIR", help="the node's cache; default: below the scratch directory")
 
 
-def _cache(arguments: argparse.Namespace) -> ImageCache:
+def _store_request(
+    store: str | None,
+    names: Sequence[str] = (),
+    mirrors: Sequence[str] = (),
+    air_gapped: bool | None = None,
+) -> StoreRequest:
+    """Returns the store of a command. The first campaign file among ``names`` may name another store to search."""
+    campaign = next((name for name in names if is_campaign(name) and os.path.isfile(name)), None)
+    return StoreRequest(store, campaign, _pairs(mirrors, "--mirror"), air_gapped)
+
+
+def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    from megaflow_hpc.errors import ConfigError
+
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not name or not value:
+            raise ConfigError(f"{option} {word}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _optional_path(name: str | None) -> Path | None:
+    return Path(name) if name else None
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    request = BuildRequest(
+        store=_store_request(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped),
+        sources=arguments.source,
+        mapping=_pairs(arguments.map, "--map"),
+        network=arguments.network,
+        share=arguments.share,
+        manifest=_optional_path(arguments.manifest),
+        dry_run=arguments.dry_run,
+        json=arguments.json,
+    )
+    return images_make.build(request)
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    request = PullRequest(
+        store=_store_request(arguments.store, arguments.source, arguments.mirror, arguments.air_gapped),
+        sources=arguments.source,
+        manifest=_optional_path(arguments.manifest),
+        directory=_optional_path(arguments.directory),
+        json=arguments.json,
+    )
+    return images_make.pull(request)
+
+
+def _manifest(arguments: argparse.Namespace) -> int:
+    place = _store_request(arguments.store, [arguments.campaign])
+    return images_make.manifest(place, arguments.campaign, _optional_path(arguments.output), arguments.json)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    place = _store_request(arguments.store)
+    return images_make.export(
+        place, arguments.image, Path(arguments.output).absolute(), arguments.force, arguments.json
+    )
+
+
+def _cache(directory: str | None) -> ImageCache:
     from megaflow_hpc.environments.images.cache.cache import ImageCache
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
     from megaflow_hpc.host.apptainer import find_apptainer
     from megaflow_hpc.host.private import private_directory
 
-    root = Path(arguments.cache).absolute() if arguments.cache else default_scratch() / "cache"
+    root = Path(directory).absolute() if directory else default_scratch() / "cache"
     return ImageCache(private_directory(root), find_apptainer())
 
 
 def _stage(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.errors import ConfigError
-
-    images = images_make.open_images(arguments)
-    cache = _cache(arguments)
+    images = _store_request(arguments.store, arguments.image).open()
+    cache = _cache(arguments.cache)
     paths: list[str] = []
     for name in arguments.image:
-        if name.endswith((".yaml", ".yml")):
-            paths += images_make.images_of_campaign(images, name, build=True).values()
-        elif os.path.exists(name):
-            paths.append(name)
-        elif stored := images.store.image(name):
-            paths.append(stored.path)
-        else:
-            raise ConfigError(f"{name}: neither a file nor the digest of an image in {images.store.root}")
+        paths += _files_to_stage(images, name)
     staged = []
     for path in dict.fromkeys(paths):
         lease = cache.acquire(path)
@@ -228,29 +285,42 @@ def _stage(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _files_to_stage(images: Images, name: str) -> list[str]:
+    from megaflow_hpc.errors import ConfigError
+
+    if is_campaign(name):
+        return list(images_make.images_of_campaign(images, name, build=True).values())
+    if os.path.exists(name):
+        return [name]
+    if stored := images.store.image(name):
+        return [stored.path]
+    raise ConfigError(f"{name}: neither a file nor the digest of an image in {images.store.root}")
+
+
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.staged:
-        cache = _cache(arguments)
-        copies = cache.list()
-        if arguments.json:
-            budget = {"bytes": cache.budget.bytes, "inodes": cache.budget.inodes}
-            print_json({"budget": budget, "copies": copies})
-        else:
-            lines = [
-                (
-                    row["name"],
-                    megabytes(row["bytes"]),
-                    row["inodes"],
-                    "in use" if row["in_use"] else "",
-                    row["image"],
-                )
-                for row in copies
-            ]
-            say(table(("copy", "MB", "files", "", "made from"), lines))
-        return 0
+        _list_cache(_cache(arguments.cache), arguments.json)
+    else:
+        _list_store(_store_request(arguments.store).open().store, arguments.json)
+    return 0
+
+
+def _list_cache(cache: ImageCache, json: bool) -> None:
+    copies = cache.list()
+    if json:
+        budget = {"bytes": cache.budget.bytes, "inodes": cache.budget.inodes}
+        print_json({"budget": budget, "copies": copies})
+        return
+    lines = []
+    for row in copies:
+        state = "in use" if row["in_use"] else ""
+        lines.append((row["name"], megabytes(row["bytes"]), row["inodes"], state, row["image"]))
+    say(table(("copy", "MB", "files", "", "made from"), lines))
+
+
+def _list_store(store: ImageStore, json: bool) -> None:
     from megaflow_hpc.environments.images.pruning import own_bytes
 
-    store = images_make.open_images(arguments).store
     names, sizes = store.names(), own_bytes(store)
     images = {image.digest: image for image in reversed(list(store.images()))}
     found = []
@@ -258,56 +328,63 @@ def _list(arguments: argparse.Namespace) -> int:
         own, shared = sizes[digest]
         row = {**vars(images[digest]), "own_bytes": own, "shared_bytes": shared}
         found.append({**row, "sources": names.get(digest, [images[digest].source])})
-    if arguments.json:
+    if json:
         print_json({"stores": list(map(str, store.roots)), "images": found})
-    else:
-        rows = [
-            (
-                row["digest"][:12],
-                megabytes(row["own_bytes"]),
-                megabytes(row["shared_bytes"]) if row["shared_bytes"] else "",
-                row["inodes"],
-                ", ".join(row["sources"]),
-            )
-            for row in found
-        ]
-        say(table(("digest", "MB", "shared MB", "files", "from"), rows))
-    return 0
+        return
+    lines = []
+    for row in found:
+        shared_mb = megabytes(row["shared_bytes"]) if row["shared_bytes"] else ""
+        sources = ", ".join(row["sources"])
+        lines.append((row["digest"][:12], megabytes(row["own_bytes"]), shared_mb, row["inodes"], sources))
+    say(table(("digest", "MB", "shared MB", "files", "from"), lines))
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.images.pruning import DAY_S, prune
-    from megaflow_hpc.errors import ConfigError, SiteError
-
     if arguments.staged:
-        cache = _cache(arguments)
-        idle = [row for row in cache.list() if not row["in_use"]]
-        freed = sum(int(str(row["bytes"])) for row in idle) if arguments.dry_run else cache.clear()
-        return _pruned(arguments, [str(row["name"]) for row in idle], freed)
-    store = images_make.open_images(arguments).store
+        _prune_cache(_cache(arguments.cache), arguments.dry_run, arguments.json)
+    else:
+        store = _store_request(arguments.store, arguments.image).open().store
+        _prune_store(store, arguments.image, arguments.older_than, arguments.dry_run, arguments.json)
+    return 0
+
+
+def _prune_cache(cache: ImageCache, dry_run: bool, json: bool) -> None:
+    idle = [row for row in cache.list() if not row["in_use"]]
+    freed_bytes = sum(int(str(row["bytes"])) for row in idle) if dry_run else cache.clear()
+    _show_removed([str(row["name"]) for row in idle], [], freed_bytes, dry_run, json)
+
+
+def _prune_store(
+    store: ImageStore, digests: Sequence[str], older_than_days: float | None, dry_run: bool, json: bool
+) -> None:
+    from megaflow_hpc.environments.images.pruning import DAY_S, prune
+    from megaflow_hpc.errors import SiteError
+
     if not store.writable:
         raise SiteError(f"{store.root}: not your store; only its owner removes images")
-    named = []
-    for digest in arguments.image:
-        image = store.image(digest)
-        if image is None or not Path(image.path).is_relative_to(store.root):
-            raise ConfigError(
-                f"{digest}: no image of {store.root} has a digest that begins so; see: megaflow-hpc images list"
-            )
-        named.append(image)
-    older_s = None if arguments.older_than is None else DAY_S * arguments.older_than
-    gone = prune(store, named, older_s, dry_run=arguments.dry_run)
+    named = [_own_image(store, digest) for digest in digests]
+    older_s = None if older_than_days is None else DAY_S * older_than_days
+    gone = prune(store, named, older_s, dry_run=dry_run)
     for digest in gone.kept:
         note(f"{digest[:12]}: stays, as the base of other images")
-    return _pruned(arguments, [*gone.images, *gone.leftovers], gone.freed_bytes, gone.layers)
+    _show_removed([*gone.images, *gone.leftovers], gone.layers, gone.freed_bytes, dry_run, json)
 
 
-def _pruned(arguments: argparse.Namespace, removed: list[str], freed: int, layers: Sequence[str] = ()) -> int:
-    if arguments.json:
-        found = {"removed": removed, "layers": layers, "freed_bytes": freed, "dry_run": arguments.dry_run}
-        print_json(found)
-    else:
-        also = f", and {len(layers)} layers" if layers else ""
-        verb = "would go" if arguments.dry_run else "removed"
-        say("\n".join([*removed, f"{len(removed)}{also} {verb}, {freed / 1e6:.1f} MB"]))
-    return 0
+def _own_image(store: ImageStore, digest: str) -> StoredImage:
+    from megaflow_hpc.errors import ConfigError
+
+    image = store.image(digest)
+    if image is None or not Path(image.path).is_relative_to(store.root):
+        raise ConfigError(
+            f"{digest}: no image of {store.root} has a digest that begins so; see: megaflow-hpc images list"
+        )
+    return image
+
+
+def _show_removed(removed: list[str], layers: Sequence[str], freed_bytes: int, dry_run: bool, json: bool) -> None:
+    if json:
+        print_json({"removed": removed, "layers": layers, "freed_bytes": freed_bytes, "dry_run": dry_run})
+        return
+    also = f", and {len(layers)} layers" if layers else ""
+    verb = "would go" if dry_run else "removed"
+    say("\n".join([*removed, f"{len(removed)}{also} {verb}, {freed_bytes / 1e6:.1f} MB"]))

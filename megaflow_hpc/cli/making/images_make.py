@@ -1,11 +1,10 @@
-"""``images build``, ``pull``, ``manifest`` and ``export``: what brings images into the store and out of it."""
+"""Carries out ``images build``, ``pull``, ``manifest`` and ``export``, which fill and read the store."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,39 +16,61 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.errors import MegaflowError
 
 
-def open_images(arguments: argparse.Namespace) -> Images:
-    """Returns the store with the registries that a command's arguments name; it builds nothing."""
-    from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.environments.images.resolve import Images
-    from megaflow_hpc.environments.images.store import ImageStore
+@dataclass(frozen=True)
+class StoreRequest:
+    """The image store and the registries that a command uses."""
 
-    mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
-    registries = Registries.configured(air_gapped=getattr(arguments, "air_gapped", None), chosen=mirrors)
-    images = Images(ImageStore(arguments.store, _store_of_campaign(arguments)), registries)
-    images.say = note
-    return images
+    store: str | None
+    campaign: str | None = None
+    """A campaign file, whose image store is searched too."""
+    mirrors: Mapping[str, str] = field(default_factory=dict)
+    air_gapped: bool | None = None
+    """``None``: as the environment says."""
+
+    def open(self) -> Images:
+        """Returns the store with its registries. It cannot build images yet."""
+        from megaflow_hpc.config import load
+        from megaflow_hpc.environments.images.registries import Registries
+        from megaflow_hpc.environments.images.resolve import Images
+        from megaflow_hpc.environments.images.store import ImageStore
+
+        registries = Registries.configured(air_gapped=self.air_gapped, chosen=self.mirrors)
+        of_campaign = load(self.campaign).environment.image_store if self.campaign else None
+        images = Images(ImageStore(self.store, of_campaign), registries)
+        images.say = note
+        return images
 
 
-def _store_of_campaign(arguments: argparse.Namespace) -> str | None:
-    """The store that the first campaign among a command's arguments names."""
-    from megaflow_hpc.config import load
+@dataclass(frozen=True)
+class BuildRequest:
+    """The arguments of ``images build``."""
 
-    words = [getattr(arguments, name, None) or [] for name in ("source", "campaign", "image")]
-    files = [word for given in words for word in ([given] if isinstance(given, str) else given)]
-    campaigns = [file for file in files if file.endswith((".yaml", ".yml")) and os.path.isfile(file)]
-    return load(campaigns[0]).environment.image_store if campaigns else None
+    store: StoreRequest
+    sources: Sequence[str]
+    mapping: Mapping[str, str]
+    """Names of FROM lines, with their images."""
+    network: BuildNetwork | None
+    share: tuple[int, int] | None
+    """A share and the number of shares, counted from 1."""
+    manifest: Path | None
+    dry_run: bool
+    json: bool
 
 
-def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    from megaflow_hpc.errors import ConfigError
+@dataclass(frozen=True)
+class PullRequest:
+    """The arguments of ``images pull``."""
 
-    for word in words:
-        if not all(word.partition("=")):
-            raise ConfigError(f"{option} {word}: expected NAME=VALUE")
-    return {name: value for name, _, value in (word.partition("=") for word in words)}
+    store: StoreRequest
+    sources: Sequence[str]
+    manifest: Path | None
+    directory: Path | None
+    """A directory with the manifest's files. ``None``: pull them from registries."""
+    json: bool
 
 
 @dataclass(frozen=True)
@@ -114,32 +135,42 @@ def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None,
     )
 
 
-def _wanted(images: Images, arguments: argparse.Namespace) -> list[Wanted]:
+def _wanted(images: Images, request: BuildRequest) -> list[Wanted]:
     """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources."""
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 
-    campaigns, dockerfiles, others = _kinds(arguments.source)
-    found = [_wanted_by_campaign(images, source, arguments.network) for source in campaigns]
-    mapping = ImageMapping(_pairs(arguments.map, "--map"), Path.cwd(), "--map")
-    found.append(Wanted(_requests(images, dockerfiles), mapping, arguments.network, images.registries))
-    mapping = ImageMapping({source: source for source in others}, Path.cwd(), "images build")
-    found.append(Wanted([ImageRequest(source) for source in others], mapping, arguments.network, images.registries))
+    found: list[Wanted] = []
+    dockerfiles: list[ImageRequest] = []
+    others: list[ImageRequest] = []
+    for source in request.sources:
+        if is_campaign(source):
+            found.append(_wanted_by_campaign(images, source, request.network))
+        elif _is_dockerfile(source):
+            dockerfiles.append(_dockerfile_request(images, source))
+        else:
+            others.append(ImageRequest(source))
+    here = Path.cwd()
+    mapping = ImageMapping(request.mapping, here, "--map")
+    found.append(Wanted(dockerfiles, mapping, request.network, images.registries))
+    mapping = ImageMapping({other.name: other.name for other in others}, here, "images build")
+    found.append(Wanted(others, mapping, request.network, images.registries))
     return found
 
 
-def build(arguments: argparse.Namespace) -> int:
-    """Runs ``images build``: makes the images of campaigns, Dockerfiles and addresses; returns the exit status.
+def build(request: BuildRequest) -> int:
+    """Builds the images of campaigns, Dockerfiles and addresses; returns the exit status.
 
     An image that fails does not stop the others, and makes the status 1. The error of a single image is raised.
     """
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
 
-    images = open_images(arguments)
-    wanted = _wanted(images, arguments)
-    if arguments.share:
-        wanted = share_of(wanted, *arguments.share)
-    if arguments.dry_run:
-        return _say_missing(arguments, images, wanted)
+    images = request.store.open()
+    wanted = _wanted(images, request)
+    if request.share:
+        wanted = share_of(wanted, *request.share)
+    if request.dry_run:
+        _show_missing(images, wanted, request.json)
+        return 0
     failures: dict[str, MegaflowError] = {}
     files: dict[str, str] = {}
     with ImageProgress() as watch:
@@ -148,9 +179,9 @@ def build(arguments: argparse.Namespace) -> int:
             files |= _resolve(images, part, True, failures)
     if len(failures) == 1 and not files:
         raise next(iter(failures.values()))
-    if arguments.manifest:
-        write_manifest(Path(arguments.manifest), manifest(images))
-    _show_files(arguments, files, failures)
+    if request.manifest:
+        write_manifest(request.manifest, manifest(images))
+    _show_files(files, request.json, failures)
     return 1 if failures else 0
 
 
@@ -170,12 +201,9 @@ def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]
     return found
 
 
-def _kinds(sources: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns campaigns, Dockerfiles, and definition files or addresses."""
-    kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
-    for source in sources:
-        kinds[0 if source.endswith((".yaml", ".yml")) else 1 if _is_dockerfile(source) else 2].append(source)
-    return kinds
+def is_campaign(source: str) -> bool:
+    """Whether an argument is the name of a campaign file."""
+    return source.endswith((".yaml", ".yml"))
 
 
 def _is_dockerfile(source: str) -> bool:
@@ -183,124 +211,129 @@ def _is_dockerfile(source: str) -> bool:
     return name == "Dockerfile" or name.startswith("Dockerfile.") or name.endswith(".Dockerfile")
 
 
-def _requests(images: Images, dockerfiles: Sequence[str]) -> list[ImageRequest]:
-    """Returns the images of Dockerfiles; prints the instructions that are ignored."""
+def _dockerfile_request(images: Images, source: str) -> ImageRequest:
+    """Returns the image of a Dockerfile; prints the instructions that are ignored."""
     from megaflow_hpc.environments.images.mapping import ImageRequest
 
-    requests = []
-    for source in dockerfiles:
-        path = Path(source).absolute()
-        for line, instruction, reason in images.dockerfiles.read(path).ignored:
-            if instruction == "VOLUME":
-                continue  # building says it
+    path = Path(source).absolute()
+    for line, instruction, reason in images.dockerfiles.read(path).ignored:
+        if instruction != "VOLUME":  # the build reports it
             note(f"{source}:{line}: {instruction} is left out: {reason}")
-        requests.append(ImageRequest(source, dockerfile=path))
-    return requests
+    return ImageRequest(source, dockerfile=path)
 
 
-def _say_missing(arguments: argparse.Namespace, images: Images, wanted: Sequence[Wanted]) -> int:
-    """Prints the images that the store lacks; makes nothing."""
+def _show_missing(images: Images, wanted: Sequence[Wanted], json: bool) -> None:
+    """Prints the images that the store lacks. Builds nothing."""
     from megaflow_hpc.environments.images.resolve import is_built
 
     files: dict[str, str] = {}
     for part in wanted:
         files |= _resolve(images, part, build=False)
     missing = [name for name, file in files.items() if not is_built(Path(file))]
-    if arguments.json:
-        print_json({"images": len(files), "there": len(files) - len(missing), "missing": missing})
-        return 0
-    say(f"images: {len(files)}, {len(files) - len(missing)} in the store, {len(missing) or 'none'} to be made")
+    stored = len(files) - len(missing)
+    if json:
+        print_json({"images": len(files), "there": stored, "missing": missing})
+        return
+    say(f"images: {len(files)}, {stored} in the store, {len(missing) or 'none'} to be made")
     for name in missing:
         say(f"  {name}")
+
+
+def pull(request: PullRequest) -> int:
+    """Fetches images into the store; returns the exit status."""
+    from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
+    from megaflow_hpc.errors import ConfigError
+
+    if not request.sources and not request.manifest:
+        raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
+    images = request.store.open()
+    files: dict[str, str] = {}
+    if request.manifest:
+        files |= fetch(images, read_manifest(request.manifest), request.directory, note)
+    for source in request.sources:
+        files[source] = _pull_source(images, source)
+    _show_files(files, request.json)
     return 0
 
 
-def pull(arguments: argparse.Namespace) -> int:
-    """Runs ``images pull``: fetches images into the store; returns the exit status."""
-    from megaflow_hpc.environments.images.cache.manifest import fetch, read_manifest
+def _pull_source(images: Images, source: str) -> str:
+    """Returns the file of an address or of a SIF file, once it is in the store."""
     from megaflow_hpc.environments.images.registries import is_remote
     from megaflow_hpc.errors import ConfigError
 
-    if not arguments.source and not arguments.manifest:
-        raise ConfigError("images pull: nothing to fetch; name addresses, or a manifest with --manifest")
-    images = open_images(arguments)
-    files: dict[str, str] = {}
-    if arguments.manifest:
-        directory = Path(arguments.directory) if arguments.directory else None
-        files |= fetch(images, read_manifest(Path(arguments.manifest)), directory, note)
-    for source in arguments.source:
-        if is_remote(source):
-            note(f"{source}: pulling, if it is not there")
-            files[source] = str(images.resolve_source(source, "images pull"))
-        elif os.path.isfile(source):
-            files[source] = images.store.add(Path(source), os.path.abspath(source)).path
-        else:
-            hint = "" if source.startswith(("/", ".")) else f"; did you mean docker://{source}?"
-            raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file{hint}")
-    return _show_files(arguments, files)
+    if is_remote(source):
+        note(f"{source}: pulling, if it is not there")
+        return str(images.resolve_source(source, "images pull"))
+    if os.path.isfile(source):
+        return images.store.add(Path(source), os.path.abspath(source)).path
+    hint = "" if source.startswith(("/", ".")) else f"; did you mean docker://{source}?"
+    raise ConfigError(f"{source}: neither an address (docker://…) nor a SIF file{hint}")
 
 
-def _show_files(
-    arguments: argparse.Namespace, files: dict[str, str], failures: dict[str, MegaflowError] | None = None
-) -> int:
+def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, MegaflowError] | None = None) -> None:
     failed = {name: str(error) for name, error in (failures or {}).items()}
-    if arguments.json:
+    if json:
         print_json({"images": files, **({"failed": failed} if failed else {})})
-    else:
-        say(table(("image", "file"), files.items()))
-        for name, error in failed.items():
-            note(f"{name} failed: {error}")
-    return 0
+        return
+    say(table(("image", "file"), files.items()))
+    for name, message in failed.items():
+        note(f"{name} failed: {message}")
 
 
-def manifest(arguments: argparse.Namespace) -> int:
-    """Runs ``images manifest``: lists what a campaign needs; returns the exit status, 1 if the store lacks an image."""
+def manifest(place: StoreRequest, campaign: str, output: Path | None, json: bool) -> int:
+    """Lists the images that a campaign needs; returns the exit status, 1 if the store lacks an image."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
 
-    images = open_images(arguments)
-    images_of_campaign(images, arguments.campaign, build=False)
+    images = place.open()
+    images_of_campaign(images, campaign, build=False)
     content = manifest(images)
     lacking = missing(content)
-    if arguments.output:
-        write_manifest(Path(arguments.output), content)
-    if arguments.json:
+    if output:
+        write_manifest(output, content)
+    if json:
         print_json({**content, "missing": lacking})
     else:
-        rows = [
-            (row["source"], (row["digest"] or "missing")[:12], len(row["layers"]) or "", megabytes(row["bytes"]))
-            for row in content["images"]
-        ]
+        rows = []
+        for row in content["images"]:
+            digest = (row["digest"] or "missing")[:12]
+            rows.append((row["source"], digest, len(row["layers"]) or "", megabytes(row["bytes"])))
         say(table(("source", "digest", "layers", "MB"), rows))
         say(f"{megabytes(content['bytes'])} MB in all, what is shared counted once")
     return 1 if lacking else 0
 
 
-def export(arguments: argparse.Namespace) -> int:
-    """Runs ``images export``: writes an image of the store to a SIF; returns the exit status."""
+def export(place: StoreRequest, name: str, target: Path, force: bool, json: bool) -> int:
+    """Writes an image of the store to a SIF file; returns the exit status."""
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.errors import ConfigError
 
-    store = open_images(arguments).store
-    image = store.find(arguments.image)
-    if image is None:
-        found = sorted(digest for digest, sources in store.names().items() if arguments.image in sources)
-        if len(found) > 1:
-            shown = ", ".join(digest[:12] for digest in found)
-            raise ConfigError(f"{arguments.image}: {len(found)} images were made of it; name one of {shown}")
-        stored = store.image(found[0] if found else arguments.image)
-        if stored is None:
-            raise ConfigError(f"{arguments.image}: no such image in {store.root}; see: megaflow-hpc images list")
-        image = Path(stored.path)
-    target = Path(arguments.output).absolute()
-    if target.exists() and not arguments.force:
+    image = _stored_image(place.open().store, name)
+    if target.exists() and not force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
     note(f"{image.stem[:12]}: writing {target}")
     Builder().export(image, target)
-    if arguments.json:
-        print_json({"image": str(image), "file": str(target), "bytes": target.stat().st_size})
+    size = target.stat().st_size
+    if json:
+        print_json({"image": str(image), "file": str(target), "bytes": size})
     else:
-        say(f"{target}: {megabytes(target.stat().st_size)} MB")
+        say(f"{target}: {megabytes(size)} MB")
     return 0
+
+
+def _stored_image(store: ImageStore, name: str) -> Path:
+    """Returns the file of an image, by its key, source, digest or the beginning of its digest."""
+    from megaflow_hpc.errors import ConfigError
+
+    if found := store.find(name):
+        return found
+    digests = sorted(digest for digest, sources in store.names().items() if name in sources)
+    if len(digests) > 1:
+        shown = ", ".join(digest[:12] for digest in digests)
+        raise ConfigError(f"{name}: {len(digests)} images were made of it; name one of {shown}")
+    stored = store.image(digests[0] if digests else name)
+    if stored is None:
+        raise ConfigError(f"{name}: no such image in {store.root}; see: megaflow-hpc images list")
+    return Path(stored.path)
 
 
 def megabytes(size: Any) -> str:

@@ -1,6 +1,6 @@
-"""Pulls images of registries into a store: layer by layer, each once whatever images share it.
+"""Pulls images from registries into a store, each layer once, however many images share it.
 
-What a registry has without layers, as ``oras://`` and ``library://``, Apptainer fetches as one SIF.
+Images of ``oras://`` and ``library://`` have no layers. Apptainer pulls each of them as one SIF.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megaflow_hpc.environments.images.apptainer_build import SIF_OPTIONS, build
+from megaflow_hpc.environments.images import apptainer_client
 from megaflow_hpc.environments.images.atomic_files import locked
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
@@ -23,7 +23,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 SPARE = 1 << 30
-"""Bytes that a pull leaves free."""
+"""Bytes that must stay free after a pull."""
 REPORT_INTERVAL_S = 2.0
 
 Say = Callable[[str], None]
@@ -37,28 +37,28 @@ def pull(
     say: Say,
     stopped: threading.Event | None = None,
 ) -> LayeredImage | None:
-    """Fetches an image.
+    """Pulls an image.
 
     Args:
-        source: an address, as ``docker://debian:12``.
-        target: where a SIF is written; its directory is in the store.
-        layers: takes the layers that it lacks.
-        say: gets a line at the beginning of a fetch, and some while it goes on.
-        stopped: ends it once it is set.
+        source: an address, such as ``docker://debian:12``.
+        target: the path of a new SIF, in a directory of the store.
+        layers: the store that gets the layers.
+        say: called with a line at the start of a pull, and with progress every few seconds.
+        stopped: End the pull as soon as this is set.
 
     Returns:
-        An image whose layers are in ``layers``; ``None`` for one that is at ``target``.
+        An image whose layers are in ``layers``, or ``None`` if the image is the SIF at ``target``.
 
     Raises:
-        SiteError: there is no way out, no room, or the registry does not give it.
+        SiteError: The site is air-gapped, the disk is full, or the registry refuses.
     """
     registries.check(source)
     try:
         if source.startswith("docker://"):
             return _pull_layers(registries, source, layers, _Progress(source, layers.root, say, stopped))
         _Progress(source, target.parent, say)(0, 0)
-        address, options = registries.address(source)
-        build(find_apptainer(), target, address, *SIF_OPTIONS, *options, stopped=stopped)
+        address, plain_http = registries.address(source)
+        apptainer_client.pull(find_apptainer(), target, address, plain_http=plain_http, stopped=stopped)
     except SiteError as error:
         raise registries.failed(source, error) from error
     return None
@@ -66,7 +66,7 @@ def pull(
 
 def _pull_layers(registries: Registries, source: str, layers: LayerStore, progress: _Progress) -> LayeredImage:
     def take(digest: str, pieces: Iterable[bytes]) -> None:
-        with locked(layers.root / "work" / f"layer-{digest}.lock"):  # another pull may be at it
+        with locked(layers.root / "work" / f"layer-{digest}.lock"):  # another process may pull this layer
             if layers.find(digest) is None:
                 layers.take(digest, pieces)
 
@@ -80,12 +80,12 @@ def _pull_layers(registries: Registries, source: str, layers: LayerStore, progre
 
 
 def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
-    """Returns the image that sandboxes start from; all its layers are in ``layers``."""
+    """Returns the image that sandboxes start from. All its layers must be in ``layers``."""
     facts = []
     for layer in image.layers:
         if (found := layers.find(layer.digest)) is None:
             raise SiteError(f"{layer.digest}: its layer was removed while its image was pulled; pull it again")
-        if found.inodes:  # instructions of Dockerfiles that change no file may leave a layer all the same
+        if found.inodes:  # some layers change no file
             facts.append(found)
     workdir = image.workdir if image.workdir.startswith("/") and "\0" not in image.workdir else None
     user = "" if image.user in ("root", "0") else image.user
@@ -93,7 +93,7 @@ def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
 
 
 def exports(env: Sequence[str]) -> str:
-    """Returns lines of shell that set variables given as ``NAME=value``; without those that a shell cannot have."""
+    """Returns shell lines that export ``NAME=value`` variables. Skips names that a shell cannot have."""
     pairs = (entry.partition("=") for entry in env)
     return "".join(
         f"export {name}={shlex.quote(value)}\n"
@@ -103,7 +103,7 @@ def exports(env: Sequence[str]) -> str:
 
 
 class _Progress:
-    """Says how far a pull is, and that there is room for it."""
+    """Reports the progress of a pull. Checks the free space before it starts."""
 
     def __init__(self, source: str, place: Path, say: Say, stopped: threading.Event | None = None) -> None:
         self._stopped = stopped

@@ -59,23 +59,23 @@ class Registries:
         gapped = os.environ.get(AIR_GAPPED, "") not in ("", "0") if air_gapped is None else air_gapped
         return cls(found | dict(chosen or {}), gapped)
 
-    def address(self, source: str) -> tuple[str, list[str]]:
-        """Returns where ``source`` is really fetched from, and the options that Apptainer needs for it."""
+    def address(self, source: str) -> tuple[str, bool]:
+        """Returns the address of ``source`` at its mirror, and whether the mirror speaks plain HTTP."""
         scheme, _, name = source.partition("://")
         if scheme not in ("docker", "oras"):
-            return source, []
+            return source, False
         registry, path = split_name(name)
         mirror = self.mirrors.get(registry)
         if mirror is None:
-            return source, []
+            return source, False
         plain = mirror.startswith("http://")
         place = re.sub(r"^https?://", "", mirror).rstrip("/")
-        return f"{scheme}://{place}/{path}", ["--no-https"] if plain else []
+        return f"{scheme}://{place}/{path}", plain
 
     def reference(self, source: str) -> Reference:
         """Returns where the image of a ``docker://`` address is really fetched from."""
-        address, options = self.address(source)
-        return Reference.parse(*split_name(address.partition("://")[2]), plain=bool(options))
+        address, plain = self.address(source)
+        return Reference.parse(*split_name(address.partition("://")[2]), plain=plain)
 
     def failed(self, source: str, error: SiteError) -> SiteError:
         """Returns the error of a pull with what helps where registries cannot be reached."""

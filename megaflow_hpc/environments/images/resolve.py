@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megaflow_hpc.environments.images.apptainer_build import build_definition, definition_digest, identity
 from megaflow_hpc.environments.images.build_progress import BuildProgress, BuildWatch, make_all
+from megaflow_hpc.environments.images.definition_file import build_definition, definition_digest, identity
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered

@@ -17,7 +17,7 @@ import pytest
 
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.apptainer_build import definition_digest
+from megaflow_hpc.environments.images.definition_file import definition_digest
 from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
@@ -184,10 +184,10 @@ def test_a_name_is_split_into_registry_and_path_as_docker_does(name: str, expect
 def test_mirrors_stand_for_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFLOW_IMAGE_MIRRORS", "docker.io=hub.site.edu/proxy, ghcr.io=http://10.0.0.1:5000")
     registries = Registries.configured({"quay.io": "https://q.site.edu/"})
-    assert registries.address("docker://debian:12") == ("docker://hub.site.edu/proxy/library/debian:12", [])
-    assert registries.address("oras://ghcr.io/a/b:1") == ("oras://10.0.0.1:5000/a/b:1", ["--no-https"])
-    assert registries.address("docker://quay.io/a:1") == ("docker://q.site.edu/a:1", [])
-    assert registries.address("docker://other.io/a:1") == ("docker://other.io/a:1", [])
+    assert registries.address("docker://debian:12") == ("docker://hub.site.edu/proxy/library/debian:12", False)
+    assert registries.address("oras://ghcr.io/a/b:1") == ("oras://10.0.0.1:5000/a/b:1", True)
+    assert registries.address("docker://quay.io/a:1") == ("docker://q.site.edu/a:1", False)
+    assert registries.address("docker://other.io/a:1") == ("docker://other.io/a:1", False)
     of_file = {"docker.io": "file.edu", "ghcr.io": "file.edu", "quay.io": "file.edu"}
     nearer = Registries.configured(of_file, chosen={"ghcr.io": "command.edu"}).mirrors
     assert nearer == {"docker.io": "hub.site.edu/proxy", "ghcr.io": "command.edu", "quay.io": "file.edu"}

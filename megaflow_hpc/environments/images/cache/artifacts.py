@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.apptainer_build import build
+from megaflow_hpc.environments.images.apptainer_client import build
 from megaflow_hpc.environments.images.cache.index import DiskUsage
 from megaflow_hpc.environments.images.image_file import ImageFacts, read_checked, stamp
 from megaflow_hpc.environments.images.layered import layer_path
@@ -112,7 +112,7 @@ def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
         read_checked(facts, source)
     try:
         if not sif.unpack(source, target, sif.system_partition(source)):
-            build(apptainer, target, str(source), "--sandbox", "--fix-perms", timeout_s=1800)
+            build(apptainer, target, str(source), "--fix-perms", sandbox=True, timeout_s=1800)
     except SiteError as error:
         raise SandboxError(f"{facts.path}: cannot be unpacked: {error}") from error
     if facts.digest:

@@ -1,7 +1,4 @@
-"""Builds, pulls and looks into images: our calls of Apptainer, and the same by its Python client (spython).
-
-The second half is why the first are not made through the client.
-"""
+"""Builds and pulls by Apptainer's Python client, in a child process that ends with its caller."""
 
 from __future__ import annotations
 
@@ -13,17 +10,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments.images.apptainer_build import build
-from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.apptainer_client import build, pull
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.cleanup import BUILD_DIRECTORY
 from megaflow_hpc.host.process import descendants as below
-from tests.support.oci import oci_archive
 from tests.support.places import ROOT
 from tests.support.waiting import until
 
@@ -68,16 +62,14 @@ def lives(pid: int) -> bool:
         return False
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     definition = tmp_path / "x.def"
     definition.write_text(BROKEN)
     target = tmp_path / "x.sif"
     target.write_text("an older one")
     with pytest.raises(SiteError, match=r"x.def: apptainer build failed: .*nonexistent.sif"):
-        build(find_apptainer(), target, str(definition), "--force")
+        build(find_apptainer(), target, str(definition))
+    assert target.read_text() == "an older one"
     with pytest.raises(SiteError, match=r"127.0.0.1:1.*connection refused"):
         build(find_apptainer(), tmp_path / "y.sif", NOWHERE)
 
@@ -92,7 +84,7 @@ def test_a_build_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, sl
 def test_a_build_ends_with_all_it_started_on_ctrl_c(tmp_path: Path, slow: tuple[Path, Path]) -> None:
     script, told = slow
     text = (
-        "from pathlib import Path; from megaflow_hpc.environments.images.apptainer_build import build\n"
+        "from pathlib import Path; from megaflow_hpc.environments.images.apptainer_client import build\n"
         f"build({str(script)!r}, Path('x.sif'), 'x.def')"
     )
     process = subprocess.Popen(
@@ -144,7 +136,7 @@ def test_a_build_that_is_killed_ends_and_the_next_removes_its_files(
     words = f"find_apptainer(), Path({str(tmp_path / 'x.sif')!r}), {str(tmp_path / 'x.def')!r}, '--fakeroot'"
     text = (
         "from pathlib import Path; from megaflow_hpc.host.apptainer import find_apptainer\n"
-        f"from megaflow_hpc.environments.images.apptainer_build import build\nbuild({words})"
+        f"from megaflow_hpc.environments.images.apptainer_client import build\nbuild({words})"
     )
     process = subprocess.Popen([sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": str(ROOT)})
     until(lambda: b"sleep 300" in b"".join(map(command, below(process.pid))), "the build is at work", 30)
@@ -170,97 +162,63 @@ def test_a_build_sees_nothing_of_the_callers_job(tmp_path: Path, monkeypatch: py
     shows = program(tmp_path / "shows", "apptainer", f"env >{tmp_path}/seen")
     monkeypatch.setenv("APPTAINER_BINDPATH", "/data")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    build(str(shows), tmp_path / "x.sif", "x.def")
+    with pytest.raises(SiteError, match=r"x.def: apptainer build failed: it said nothing"):
+        build(str(shows), tmp_path / "x.sif", "x.def")  # it writes no file
     seen = (tmp_path / "seen").read_text()
     assert "APPTAINER_BINDPATH" not in seen
     assert "SLURM_JOB_ID" not in seen
 
 
-# --- the Python client ------------------------------------------------------------------------------------------------
+def test_a_pull_that_fails_says_why(tmp_path: Path) -> None:
+    for plain_http in (False, True):
+        with pytest.raises(SiteError, match=r"oras://127.0.0.1:1/lab/x:1: apptainer pull failed: .*connection refused"):
+            pull(find_apptainer(), tmp_path / "x.sif", "oras://127.0.0.1:1/lab/x:1", plain_http=plain_http)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The client, with our Apptainer under the name that it looks for, in a directory of this test's."""
-    from spython.main import Client
-
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "singularity").symlink_to(find_apptainer())
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    return Client
+def test_a_pull_gets_the_file_that_appears(tmp_path: Path, base_sif: Path) -> None:
+    text = f'test $1 = pull || exit 0; echo "$APPTAINER_NOHTTPS" >{tmp_path}/seen; cp {base_sif} "$3"; exit 10'
+    gives = program(tmp_path / "gives", "apptainer", text)
+    pull(str(gives), tmp_path / "x.sif", "library://lab/x", plain_http=True)
+    assert (tmp_path / "x.sif").read_bytes() == base_sif.read_bytes()
+    assert (tmp_path / "seen").read_text() == "1\n"
 
 
-def test_it_finds_no_apptainer_but_one_called_singularity(
-    client: Any, tmp_path: Path, base_sif: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Debian's package of Apptainer brings no program of that name; ours may be anywhere."""
-    ours = os.path.realpath(tmp_path / "bin" / "singularity")
-    monkeypatch.setenv("MEGAFLOW_APPTAINER", ours)
-    (tmp_path / "bin" / "singularity").rename(tmp_path / "bin" / "apptainer")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for call in (
-        lambda: client.pull(NOWHERE, name="x.sif", quiet=True),
-        lambda: client.build("x.def", "x.sif", sudo=False, quiet=True),
-        lambda: client.inspect(str(base_sif)),
-    ):
-        with pytest.raises(FileNotFoundError, match="singularity"):
-            call()
-    assert find_apptainer() == ours
-
-
-def test_its_failed_pull_is_no_error(client: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert client.pull(NOWHERE, name="x.sif", quiet=True) == "x.sif"
+def test_a_file_that_was_cut_short_is_no_result(tmp_path: Path, base_sif: Path) -> None:
+    cuts = program(tmp_path / "cuts", "apptainer", f'test $1 = pull && head -c 100000 {base_sif} >"$3"; exit 0')
+    with pytest.raises(SiteError, match="apptainer pull failed"):
+        pull(str(cuts), tmp_path / "x.sif", "library://lab/x")
     assert not (tmp_path / "x.sif").exists()
-    assert capfd.readouterr() == ("", "")  # nor does it say why
 
 
-def test_its_failed_build_is_none_or_the_file_that_was_there_before(
-    client: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Path("x.def").write_text(BROKEN)
-    for wanted in ({}, {"return_result": True}):  # which is not returned
-        assert client.build("x.def", "x.sif", sudo=False, quiet=True, **wanted) is None
-    Path("x.sif").write_text("an older one")
-    assert client.build("x.def", "x.sif", sudo=False, quiet=True, force=True) == "x.sif"
-    assert capfd.readouterr() == ("", "")
+def test_a_directory_of_a_failed_build_is_no_result(tmp_path: Path) -> None:
+    text = "test $1 = build || exit 0; mkdir $4; echo 'FATAL: disk full' >&2; exit 255"
+    fails = program(tmp_path / "fails", "apptainer", text)
+    with pytest.raises(SiteError, match="apptainer build failed: disk full"):
+        build(str(fails), tmp_path / "tree", "x.sif", "--fix-perms", sandbox=True)
+    assert not (tmp_path / "tree").exists()
 
 
-def test_it_waits_as_long_as_it_takes(client: Any, slow: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is neither a limit to give nor a process to end."""
+def test_errors_that_are_not_utf_8_are_shown(tmp_path: Path) -> None:
+    fails = program(tmp_path / "fails", "apptainer", r"printf 'FATAL: no caf\351\n' >&2; exit 1")
+    with pytest.raises(SiteError, match=r"apptainer build failed: no caf\ufffd"):
+        build(str(fails), tmp_path / "x.sif", "x.def")
+
+
+def test_a_build_that_is_stopped_ends_with_all_it_started(tmp_path: Path, slow: tuple[Path, Path]) -> None:
     script, told = slow
-    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    returned = threading.Event()
-
-    def build() -> None:
-        client.build("x.def", "x.sif", sudo=False, quiet=True)
-        returned.set()
-
-    threading.Thread(target=build, daemon=True).start()
-    until(told.exists, "the build runs", every_s=0.01)
-    assert not returned.wait(0.5)
-    end(int(told.read_text()))
-    assert returned.wait(30)
+    stopped = threading.Event()
+    threading.Timer(1, stopped.set).start()
+    with pytest.raises(SiteError, match="interrupted"):
+        build(str(script), tmp_path / "x.sif", "x.def", stopped=stopped)
+    until(lambda: not lives(int(told.read_text())), "the build's own child ends")
 
 
-def test_its_programs_see_the_callers_job(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shows = program(tmp_path / "shows", "singularity", f"env >{tmp_path}/seen")
-    monkeypatch.setenv("PATH", f"{shows.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("APPTAINER_BINDPATH", "/data")
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    client.build("x.def", "x.sif", sudo=False, quiet=True)
-    seen = (tmp_path / "seen").read_text().splitlines()
-    assert {"APPTAINER_BINDPATH=/data", "SLURM_JOB_ID=1"} <= set(seen)
-
-
-def test_it_inspects_what_it_needs_a_program_for_and_not_where_commands_start(
-    client: Any, small_rootfs: str, tmp_path: Path
-) -> None:
-    oci_archive(Path(small_rootfs, "etc"), tmp_path / "x.tar", "/app/src")
-    build(find_apptainer(), tmp_path / "x.sif", f"oci-archive:{tmp_path / 'x.tar'}")
-    found = client.inspect(str(tmp_path / "x.sif"))
-    assert found["attributes"]["labels"]
-    assert "/app/src" not in str(found)
-    assert working_directory(tmp_path / "x.sif") == "/app/src"
-    absent = client.inspect("absent.sif")  # no error, but another form of answer
-    assert absent["return_code"] == 255
+def test_nothing_is_imported_from_the_directory_of_a_definition(tmp_path: Path) -> None:
+    (tmp_path / "spython").mkdir()
+    for module in ("json.py", "spython/__init__.py", "shlex.py"):
+        (tmp_path / module).write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    (tmp_path / "x.def").write_text(BROKEN)
+    with pytest.raises(SiteError, match=r"nonexistent.sif"):
+        build(find_apptainer(), tmp_path / "x.sif", "x.def", cwd=tmp_path)
+    assert not (tmp_path / "imported").exists()
