@@ -22,7 +22,7 @@ from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
-from megaflow_hpc.pod.master import coordination, loop, ranks, run_io_thread
+from megaflow_hpc.pod.master import coordination, loop, ranks, results, run_io_thread
 from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.settings import Walltime
 from megaflow_hpc.pod.messages import BEAT
@@ -53,7 +53,8 @@ def lead(run: RunDir, comm: Comm) -> str:
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
     hangs_s = said.pop("hangs_s", run_io_thread.LOOP_HANGS_S)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
-    said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
+    said["limits"] = LimitsConfig(**said.get("limits", {}))
+    results.SYSTEMATIC_LAST = said.pop("systematic_last", 10**6)
     drain = said.pop("drain", None)
     if drain is not None:
         loop.DRAIN_S, loop.DRAIN_NOW_S = 0.2, 0.1

@@ -17,7 +17,7 @@ from megaflow_hpc.pod.master.run_io_messages import PendingResult
 from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.failures import TOO_SHORT, Blame, may_retry
+from megaflow_hpc.pod.scheduling.failures import SYSTEMATIC_LAST, TOO_SHORT, Blame, Pattern, may_retry
 from megaflow_hpc.pod.scheduling.groups import Groups, Step
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
@@ -48,7 +48,7 @@ class Results:
     ) -> None:
         self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
-        self._blame, self._pattern = Blame(), pod.pattern()
+        self._blame, self._pattern = Blame(), Pattern(SYSTEMATIC_LAST)
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
@@ -65,7 +65,6 @@ class Results:
         self.paused = ""
         """Why the pod must not go on; empty while it may."""
         self.stored = 0
-        self._failed = 0
 
     # --- what ended ---
 
@@ -239,18 +238,13 @@ class Results:
     # --- what is durable ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts results that are on the disk, and pauses the pod where they look systematic or pass a limit."""
+        """Counts results that are on the disk, and pauses the pod if failures look systematic."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"
             self.stored += 1
-            self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
-        if durable:
-            limit = self._pod.limits.failures
-            if limit is not None and self._failed >= limit:
-                self.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
-            self.pause(self._pattern.systematic)
+        self.pause(self._pattern.systematic)
 
     def pause(self, why: str) -> None:
         """Stops the pod for a reason that starting it anew would not mend; does nothing without a reason."""

@@ -17,7 +17,6 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.run_io_thread import Journal
-from megaflow_hpc.pod.scheduling.failures import Pattern
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -130,10 +129,6 @@ class Pod:
         """Returns the watch over limits of the whole campaign."""
         return CampaignBudget(self.run, self.limits.model_dump())
 
-    def pattern(self) -> Pattern:
-        """Returns the watch over failures that say more about the campaign than about a rollout."""
-        return Pattern(self.limits.systematic)
-
     def demand(self, planned: PlannedTask) -> Demand:
         """Returns what a task's rollouts need beside a slot, as far as the campaign packs by it."""
         pack = self.scheduling.pack
@@ -144,10 +139,3 @@ class Pod:
             float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
             int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
         )
-
-    def share(self, planned: PlannedTask, policy: str) -> str:
-        """Returns the share that the slot time of a rollout is charged to under ``order: fair``."""
-        if self.scheduling.share != "dataset":
-            return policy
-        path = Path(str(planned.task.get("path", "")))
-        return path.name if path.suffix else path.parent.name
