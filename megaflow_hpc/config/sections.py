@@ -36,6 +36,10 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
                             schema["properties"][name]["description"] = inspect.cleandoc(value)
 
 
+RUN_DIRECTORY = "run directory"
+"""Validation context of sections that a run directory holds, perhaps in the form of an earlier version."""
+
+
 class Section(BaseModel):
     """A part of the campaign file; unknown keys are errors."""
 
@@ -116,10 +120,9 @@ class EnvironmentConfig(Section):
     """Directories in which images are kept, separated by colons; the first is written to. ``MEGAFLOW_IMAGE_STORE``
     comes before it. Default: a place of the site with room, else the home directory."""
     mirrors: dict[str, str] = {}
-    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``; ``MEGAFLOW_IMAGE_MIRRORS`` comes before it."""
+    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``."""
     air_gapped: bool = False
-    """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
-    false."""
+    """Whether to fetch nothing: an image that is not in the store is an error. Default: false."""
     build_network: Literal["none", "host"] | None = None
     """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
     the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""

@@ -45,7 +45,7 @@ from tests.support.training import Pods, training_run
 TRAINING = {
     # eps: with Adam's own, a gradient of nearly nothing moves a weight as far as any, one way or the other by rounding
     "policies": {"default": {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4, "eps": 1e-4}}},
-    "batch": {"tasks": 2}, "mode": "synchronous", "steps": 3, "checkpoint": {"every": 2},
+    "batch": {"tasks": 2}, "mode": "synchronous", "steps": 3, "checkpoint_every": 2,
 }
 
 
@@ -167,7 +167,7 @@ def deltas(result, alone):
     shutil.copytree("tiny", "half")
     half.save_pretrained("half")
     policy = training(dtype="bfloat16", optimizer={"lr": 1e-6})
-    run = training_run(Path("delta"), {**policy, "publish": {"delta": True, "keep": 1}}, 3, 4, "half")
+    run = training_run(Path("delta"), {**policy, "publish_delta": True}, 3, 4, "half")
     stop = at_work(run)
     metrics, trainer = train(run, alone)
     stop()
@@ -361,7 +361,7 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
         "batch": {"tasks": 2},
         "mode": "synchronous",
         "steps": 6,
-        "checkpoint": {"every": 2},
+        "checkpoint_every": 2,
     }
     run = training_run(tmp_path / "run", training, tasks=3, samples=4, model=str(tiny_model))
     pods = Uniform(run, lambda rollout: float(rollout.sample_index % 2), lambda: current(run, "default").version)
