@@ -181,11 +181,9 @@ def _networked(parser: argparse.ArgumentParser) -> None:
         metavar="REGISTRY=MIRROR",
         action="append",
         default=[],
-        help="fetch from MIRROR what REGISTRY is asked for; repeatable; default: MEGAFLOW_IMAGE_MIRRORS",
+        help="fetch images of REGISTRY from MIRROR; repeatable",
     )
-    parser.add_argument(
-        "--air-gapped", action="store_true", default=None, help="fetch nothing; default: MEGAFLOW_AIR_GAPPED"
-    )
+    parser.add_argument("--air-gapped", action="store_true", help="fetch nothing")
 
 
 def _cached(parser: argparse.ArgumentParser) -> None:

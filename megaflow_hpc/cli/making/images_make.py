@@ -27,7 +27,7 @@ def open_images(arguments: argparse.Namespace) -> Images:
     from megaflow_hpc.environments.images.store import ImageStore
 
     mirrors = _pairs(getattr(arguments, "mirror", []), "--mirror")
-    registries = Registries.configured(air_gapped=getattr(arguments, "air_gapped", None), chosen=mirrors)
+    registries = Registries(mirrors, getattr(arguments, "air_gapped", False))
     images = Images(ImageStore(arguments.store, _store_of_campaign(arguments)), registries)
     images.say = note
     return images

@@ -21,10 +21,9 @@ def budget(shelf: Shelf, bytes_: int | None, inodes: int | None) -> Room:
         free = disk.f_bavail * disk.f_frsize + have.bytes
         bytes_ = int(SHARE_OF_DISK * free) if gigabytes is None else int(gigabytes * 1e9)
     if inodes is None:
-        count = _number("MEGAFLOW_CACHE_INODES")
         # Some file systems have no fixed number of inodes, and say 0.
         free = disk.f_favail + have.inodes if disk.f_files else 1 << 62
-        inodes = int(SHARE_OF_DISK * free) if count is None else int(count)
+        inodes = int(SHARE_OF_DISK * free)
     return Room(bytes_, inodes)
 
 
