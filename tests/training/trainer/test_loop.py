@@ -38,7 +38,7 @@ from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Commit, TrainingFiles
 from megaflow_hpc.training.trainer import checkpoint
-from megaflow_hpc.training.trainer.loop import Trainer
+from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import Ranks, join, load
 from tests.support.training import Pods, training_run
 
@@ -102,7 +102,7 @@ def at_work(run, spoil=None):
 def train(run, ranks, most=None, **options):
     """Metrics by step, and the trainer."""
     flow = Dataflow(run, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, **options)
-    trainer, found = Trainer(flow, ranks), []
+    trainer, found = TrainingLoop(flow, ranks), []
     for metrics in trainer.steps():
         found.append(metrics)
         if len(found) == most:
@@ -152,7 +152,7 @@ def broken(run_name, alone):
     """The same of a model that has diverged."""
     run = training_run(Path(run_name), training(), tasks=2, samples=4, model="tiny")
     stop = at_work(run)
-    trainer = Trainer(Dataflow(run, say=lambda text: None), alone)
+    trainer = TrainingLoop(Dataflow(run, say=lambda text: None), alone)
     with torch.no_grad():
         next(iter(trainer.optimizer.masters.values())).fill_(math.nan)
     told = error(lambda: list(trainer.steps()))
