@@ -1,6 +1,6 @@
 """The number of engine servers between ``min`` and ``max``: held array elements are released while requests wait.
 
-One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.leader_lease.LeaderLease`): a child of a pod's
+One process of a campaign does this for all (:class:`~megaflow_hpc.ledger.leader.Leader`): a child of a pod's
 batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``, where compute nodes may speak to the Slurm controller,
 else ``run`` or ``watch`` while open.
 It looks every :data:`LOOK_S` seconds and asks Slurm only when servers are missing. Servers leave by themselves when
@@ -20,7 +20,7 @@ from typing import Any
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.leader_lease import RENEW_S, SCALER, LeaderLease
+from megaflow_hpc.ledger.leader import RENEW_S, SCALER, Leader
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.backlog import Backlog
 from megaflow_hpc.monitor.status import Monitor
@@ -52,7 +52,7 @@ class Autoscaler:
         servers = {server.policy: server.model["servers"] for server in planned.servers if server.held}
         self._counts: dict[str, Mapping[str, Any]] = servers
         """The ``servers`` sections of the policies that have servers to let go."""
-        self._lease = LeaderLease(run, SCALER, holder)
+        self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
         self._looked = -LOOK_S
         self._refused_at = -REFUSED_S

@@ -11,7 +11,7 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes
+from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, group_servers, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.preflight import warnings
 from megaflow_hpc.campaign.run import Run
@@ -71,7 +71,7 @@ class Campaign:
         run_dir: str | Path | None = None,
         only: Sequence[str] = (),
         launcher: Launcher = "auto",
-        watch: Watch | None = None,
+        watch: PlanWatch | None = None,
     ) -> Run:
         """Makes the run directory; queues nothing.
 
@@ -98,7 +98,7 @@ class Campaign:
         }
         self.notices += warnings(draft, self.where, walltimes_s)
 
-    def site_mistakes(self, draft: Draft, watch: Watch) -> list[str]:
+    def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
         """Returns what this site lacks or refuses of a draft, mistakes or not."""
         found: list[str] = []
         checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
@@ -120,7 +120,7 @@ class Campaign:
         run_dir: str | Path | None = None,
         only: Sequence[str] = (),
         ranks: int = 1,
-        watch: Watch | None = None,
+        watch: PlanWatch | None = None,
     ) -> Run:
         """Plans and queues (or starts, ``launcher="local"``)."""
         run = self.plan(run_dir, only, launcher, watch)
@@ -152,7 +152,7 @@ class Campaign:
         ranks: int = 1,
         rollout_seconds: float | None = None,
         like: str | Path | None = None,
-        watch: Watch | None = None,
+        watch: PlanWatch | None = None,
     ) -> tuple[list[script.Job], Estimate]:
         """The jobs that :meth:`submit` would queue, none on this machine, and what they would take; touches nothing.
 
@@ -189,7 +189,7 @@ class Findings:
     rollouts: int = 0
 
 
-def check(path: str | Path, site_too: bool = True, watch: Watch | None = None) -> Findings:
+def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = None) -> Findings:
     """Returns everything that is wrong with a campaign file, and with this site for it; makes nothing.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
+from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run
@@ -177,7 +177,7 @@ def waiting_servers(
             continue
         shown = {"server": name, "policy": policies[index], "node": state.node, "job_id": state.id}
         if state.held:
-            by = LeaderLease(run, SCALER).holder()
+            by = Leader(run, SCALER).holder()
             remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
             found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
         else:

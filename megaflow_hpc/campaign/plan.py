@@ -21,7 +21,15 @@ import yaml
 from megaflow_hpc.agents import code
 from megaflow_hpc.campaign import edits, provenance
 from megaflow_hpc.campaign.job_environment import environment_script
-from megaflow_hpc.campaign.planning.draft import Draft, Silent, Watch, group_servers, read, try_sandboxes, whole_groups
+from megaflow_hpc.campaign.planning.draft import (
+    Draft,
+    PlanWatch,
+    Silent,
+    group_servers,
+    read,
+    try_sandboxes,
+    whole_groups,
+)
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.site_profile import Profile
@@ -80,7 +88,7 @@ def make(
     source: str = "",
     only: Sequence[str] = (),
     build: bool = True,
-    watch: Watch | None = None,
+    watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
 ) -> Plan:
     """Reads the tasks and resolves everything else. Reports mistakes in the file before it asks the site.
@@ -103,7 +111,7 @@ def make(
     return complete(draft, source, build, watch)
 
 
-def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | None = None) -> Plan:
+def complete(draft: Draft, source: str = "", build: bool = True, watch: PlanWatch | None = None) -> Plan:
     """Builds the images of a draft without mistakes. The arguments are those of :func:`make`."""
     from megaflow_hpc.tasks.images import in_image_directories
 
@@ -135,7 +143,7 @@ def complete(draft: Draft, source: str = "", build: bool = True, watch: Watch | 
 
 
 def write(
-    plan: Plan, run: RunDir, mpi: str = "pmi2", watch: Watch | None = None, profile: Profile | None = None
+    plan: Plan, run: RunDir, mpi: str = "pmi2", watch: PlanWatch | None = None, profile: Profile | None = None
 ) -> list[Path]:
     """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one.
 

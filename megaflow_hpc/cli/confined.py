@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from megaflow_hpc.cli.output import note
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.child import Limits, run_confined
+from megaflow_hpc.host.child import ProcessLimits, run_confined
 from megaflow_hpc.host.process import user_name
 
 ASKS_SLURM = ("status", "watch", "usage", "report")
@@ -17,7 +17,7 @@ READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "comp
 """Verbs that read runs or files and need no network."""
 RESULTS = "trajectories.h5"
 """The file of a run directory that HDF5 parses. It may be a link to a file of another user."""
-LIMITS = Limits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
+LIMITS = ProcessLimits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
 
 
 def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace], int]) -> int:

@@ -249,10 +249,6 @@ def _apptainer() -> Iterator[Finding]:
     remedy = f"use environment.network: {'host' if found.private_network else 'none or host'}"
     way = {"nsenter": "entered from outside", "helper": "a helper inside listens"}.get(found.gateway_by, "")
     yield _can("gateway", f"only the model is reached ({way})", found.gateway, remedy, "warn")
-    remedy = "images are unpacked to scratch once per node instead of mounted"
-    if "/dev/fuse" in found.mount:
-        remedy = f"ask the site to open /dev/fuse (mode 0666, and to jobs); until then {remedy}"
-    yield _can("image mount", "one mount per image and job", found.mount, remedy, "warn")
     yield _can("processes", "bounded by the kernel", found.processes, "the watchdog counts them instead", "warn")
     remedy = "keys, io_uring and vsock are open to sandboxes"
     yield _can("system calls", "sandboxes get no keys, io_uring or vsock", found.calls, remedy, "warn")

@@ -33,7 +33,7 @@ def _janitor(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.host.leftovers import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
 
     places = [arguments.scratch] if arguments.scratch else scratch_directories()
-    counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, mounts=0, left=0)
+    counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, left=0)
     for place in places:
         counts.update(sweep(place))
     scratch = ", ".join(map(str, places)) or "no scratch here"
@@ -45,7 +45,7 @@ def _janitor(arguments: argparse.Namespace) -> int:
     else:
         say(
             f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
-            f"{counts['processes']} processes, {counts['mounts']} mounts, {counts['pods']} directories of pods and "
+            f"{counts['processes']} processes, {counts['pods']} directories of pods and "
             f"{counts['builds']} of builds, {counts['shared_memory']} files of shared memory removed, "
             f"{counts['left']} could not be"
         )

@@ -16,7 +16,7 @@ from megaflow_hpc.resources import resource
 from megaflow_hpc.texts import in_one_line, printable
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.build_progress import BuildProgress
 
 
 class ProgressLine:
@@ -112,7 +112,7 @@ class ImageProgress:
             live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         self._said = time.monotonic()
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Shows how far it is."""
         if state.looked_up < state.total:
             self._now(f"images: {state.looked_up} of {state.total} looked up")
@@ -198,7 +198,7 @@ class PlanProgress(ImageProgress):
         with self._guard:
             super().say(line)
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Shows how far the making of images is."""
         with self._guard:
             super().show(state)

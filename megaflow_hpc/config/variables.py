@@ -124,7 +124,6 @@ _BY_HAND = (
         "none: each is used where it works",
         "sandboxes",
     ),
-    Variable("IMAGE_FORM", "how they see images: tree, mount, direct or auto", "auto: by what costs less", "sandboxes"),
 )
 _CLONE = (
     Variable("HOME", "where everything is set up", "~/.megaflow-hpc", "every launcher"),

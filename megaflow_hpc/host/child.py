@@ -113,7 +113,7 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
     return process.returncode, said, errors
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """Resource limits of a process."""
 
     memory_bytes: int
@@ -123,7 +123,7 @@ class Limits(NamedTuple):
     """Maximum size of each file that the process writes."""
 
 
-def confine(limits: Limits, network: bool = False) -> None:
+def confine(limits: ProcessLimits, network: bool = False) -> None:
     """Limits this process and its children permanently.
 
     Args:
@@ -149,7 +149,7 @@ def _leave_network() -> None:
             file.write(text)
 
 
-def run_confined(call: Callable[[], int], limits: Limits, network: bool = False) -> int:
+def run_confined(call: Callable[[], int], limits: ProcessLimits, network: bool = False) -> int:
     """Calls a function in a child process. Returns the exit status, or a signal as a negative number.
 
     The child shares this process's terminal, so Ctrl-C reaches it too. A second Ctrl-C kills a child that a library

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.locks import lock_descriptor
 from megaflow_hpc.host.process import user_name
 
 _TURN_S = 5.0
@@ -170,12 +169,8 @@ def _turn(base: Path) -> Iterator[None]:
     """One of this user's processes after the other, unless a stranger is in the way."""
     descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _TURN_S
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.005)
+        with suppress(OSError):
+            lock_descriptor(descriptor, timeout_s=_TURN_S)
         yield
     finally:
         os.close(descriptor)

@@ -31,7 +31,7 @@ _KINDS: dict[bytes, Kind] = {
 }
 
 
-class Refused(ValueError):
+class RefusedMember(ValueError):
     """An archive is broken, or asks for what is not done; the message says what."""
 
 
@@ -109,13 +109,13 @@ class TarReader:
     ) -> Member:
         kind = _KINDS.get(letter)
         if kind is None:
-            raise Refused(f"a member of type {letter!r}, such as a sparse file")
+            raise RefusedMember(f"a member of type {letter!r}, such as a sparse file")
         name = _name(header) if name is None else name
         if letter == b"\0" and name.endswith(b"/"):  # of the tars before 1988
             kind = "directory"
         target = header[157:257].partition(b"\0")[0] if target is None else target
         if b"\0" in name or b"\0" in target:
-            raise Refused("a zero byte in a name")
+            raise RefusedMember("a zero byte in a name")
         self._left = size if kind == "file" else 0
         self._padding = -self._left % BLOCK
         mode = _number(header[100:108]) & 0o7777
@@ -131,13 +131,13 @@ class TarReader:
         while self._left:
             piece = self._stream.read(min(self._left, _CHUNK))
             if not piece:
-                raise Refused("the archive ends in the middle")
+                raise RefusedMember("the archive ends in the middle")
             self._left -= len(piece)
             yield piece
 
     def _extension(self, size: int) -> bytes:
         if size > LONGEST_EXTENSION:
-            raise Refused(f"an extended header of {size} bytes")
+            raise RefusedMember(f"an extended header of {size} bytes")
         return self._read(size + -size % BLOCK)[:size]
 
     def _read(self, size: int) -> bytes:
@@ -145,7 +145,7 @@ class TarReader:
         while len(data) < size:  # a decompressor may give less than it was asked for
             piece = self._stream.read(size - len(data))
             if not piece:
-                raise Refused("the archive ends in the middle" if data else "the archive has no end")
+                raise RefusedMember("the archive ends in the middle" if data else "the archive has no end")
             data += piece
         return data
 
@@ -153,18 +153,18 @@ class TarReader:
 def _checked(header: bytes) -> int:
     """The size that a header declares, after its checksum was compared."""
     if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise Refused("not a tar archive, or a damaged one")
+        raise RefusedMember("not a tar archive, or a damaged one")
     return _number(header[124:136])
 
 
 def _number(field: bytes) -> int:
     if field[0] & 0x80:  # GNU's binary form, for what has no room in octal digits
         if field[0] != 0x80 or any(field[1:-7]):
-            raise Refused("a number that is negative or beyond reason")
+            raise RefusedMember("a number that is negative or beyond reason")
         return int.from_bytes(field[-7:], "big")
     text = field.partition(b"\0")[0].strip()
     if text.strip(b"01234567"):
-        raise Refused(f"{text!r} instead of an octal number")
+        raise RefusedMember(f"{text!r} instead of an octal number")
     return int(text or b"0", 8)
 
 
@@ -172,13 +172,13 @@ def _said(field: bytes, extended: bytes | None) -> int:
     """A number that nothing depends on; 0 where it is none."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
-    except Refused:
+    except RefusedMember:
         return 0
 
 
 def _decimal(text: bytes) -> int:
     if len(text) > 16 or not text.isdigit():
-        raise Refused(f"{text[:40]!r} instead of a size")
+        raise RefusedMember(f"{text[:40]!r} instead of a size")
     return int(text)
 
 
@@ -197,10 +197,10 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = _decimal(digits)
         record = data[at + len(digits) + 1 : at + length]
         if length <= len(digits) + 2 or at + length > len(data) or record[-1:] != b"\n":
-            raise Refused("a broken extended header")
+            raise RefusedMember("a broken extended header")
         keyword, equals, value = record[:-1].partition(b"=")
         if not equals or keyword.startswith(b"GNU.sparse"):
-            raise Refused(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
+            raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
         found[keyword] = value
         at += length
     return found

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self, cast
 
-from megaflow_hpc.host.tar import Kind, Member, Refused, TarReader
+from megaflow_hpc.host.tar import Kind, Member, RefusedMember, TarReader
 
 DEEPEST = 200
 """Directories in one another; what walks the tree later may recurse, and its paths have an end."""
@@ -39,9 +39,9 @@ class Budget:
     entries: int
 
     def spend(self, size: int, entries: int = 0) -> None:
-        """Takes off; raises :class:`Refused` if there is not as much."""
+        """Takes off; raises :class:`RefusedMember` if there is not as much."""
         if size > self.bytes or entries > self.entries:
-            raise Refused("more bytes than are allowed" if size > self.bytes else "more files than are allowed")
+            raise RefusedMember("more bytes than are allowed" if size > self.bytes else "more files than are allowed")
         self.bytes -= size
         self.entries -= entries
 
@@ -77,7 +77,7 @@ def _write(tree: TreeWriter, parts: Parts, member: Member, reader: TarReader) ->
     if member.kind == "directory":
         tree.directory(parts)
     elif not parts:
-        raise Refused("a member without a name")
+        raise RefusedMember("a member without a name")
     elif member.kind == "file":
         tree.file(parts, reader.content(), member.mode & 0o777 | 0o600)
     elif member.kind == "hardlink":
@@ -94,16 +94,16 @@ def plain(name: bytes) -> Parts:
     """
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
     if b".." in parts:
-        raise Refused(f"{name[:200]!r} leaves the directory")
+        raise RefusedMember(f"{name[:200]!r} leaves the directory")
     if len(parts) > DEEPEST or len(name) > LONGEST_PATH:
-        raise Refused(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
+        raise RefusedMember(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
     return parts
 
 
 class TreeWriter:
     """Writes below one directory, whose path is the caller's and may be a link; see the module.
 
-    Methods raise :class:`Refused` when the budget is spent or a directory stands where a file should be, and
+    Methods raise :class:`RefusedMember` when the budget is spent or a directory stands where a file should be, and
     :class:`OSError`.
     """
 
@@ -160,7 +160,7 @@ class TreeWriter:
             with open(descriptor, "rb", buffering=0) as file:
                 self.file(parts, iter(lambda: file.read(_CHUNK), b""), mode)
         else:
-            raise Refused(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
+            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
 
     def link(self, parts: Parts, target: bytes) -> None:
         """Has a symbolic link made at the end; one that may lead out is left out."""
@@ -186,7 +186,7 @@ class TreeWriter:
             try:
                 os.unlink(name, dir_fd=parent)
             except IsADirectoryError:
-                raise Refused(f"a file {name[:200]!r} where there is a directory") from None
+                raise RefusedMember(f"a file {name[:200]!r} where there is a directory") from None
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:

@@ -87,7 +87,7 @@ async def read_parcel(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-class Link:
+class WireLink:
     """Framed parcels over a connected socket, for code without an event loop. Reading never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:

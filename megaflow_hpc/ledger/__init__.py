@@ -1,13 +1,14 @@
-"""Who works on which block: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Rollouts come in as
-blocks; out come claims, and the seals by which readers know what of a journal counts. Pods meet only here, and every
-rule holds on NFS and Lustre: no wall clock, no mtime and no lock is compared across hosts. Planning writes blocks, pods
-claim them through :class:`Ledger`, who trains on the rollouts adds some under an :class:`OpenLease`, and anybody may
-open a ledger without an identity to read.
+"""The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Pods meet only here.
+
+Rollouts come in as blocks. Out come claims, and seals, which tell readers how much of a journal counts. Every rule
+holds on NFS and Lustre: no wall clock, mtime or file lock is compared between hosts. Planning writes blocks. Pods claim
+them through :class:`Ledger`. A consumer of the rollouts adds blocks under an :class:`OpenLease`. Readers open a ledger
+without an identity.
 """
 
 from megaflow_hpc.ledger.blocks import Block, add_blocks, read_block, read_blocks, write_blocks
-from megaflow_hpc.ledger.claims import Ledger
 from megaflow_hpc.ledger.lease import PodIdentity
+from megaflow_hpc.ledger.ledger import Ledger
 from megaflow_hpc.ledger.open_lease import OpenLease
 from megaflow_hpc.ledger.rules import Claim
 

@@ -1,8 +1,8 @@
-"""Calls: what the ledger asks of a file system, as data.
+"""Calls of the ledger to a file system, as data.
 
 The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and are sent their answers;
-:class:`~megaflow_hpc.ledger.files.Files` carries them out. So the very code that pods run can be run through every
-interleaving of its calls, and over a file system that misbehaves on purpose. Paths are relative to the run directory.
+:class:`~megaflow_hpc.ledger.files.Files` carries them out. So tests run the code of the pods through every interleaving
+of its calls, and on a file system that misbehaves on purpose. Paths are relative to the run directory.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Names:
-    """The names in a directory, private ones left out. Answer: ``tuple[str, ...]``, empty without the directory."""
+    """Lists a directory without private names. Answer: ``tuple[str, ...]``, empty if the directory is missing."""
 
-    room: str
+    directory: str
 
 
 @dataclass(frozen=True)
 class Read:
-    """A JSON file, opened afresh. Answer: ``dict``, or ``None`` if there is none; ValueError: it is being written."""
+    """Opens and reads a JSON file. Answer: ``dict``, or ``None`` if it is missing. ValueError: it is being written."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class There:
-    """Whether a path exists. Answer: ``bool``."""
+    """Checks whether a path exists. Answer: ``bool``."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Link:
-    """Publishes a file whole under a name that only one can have. Answer: ``bool``, whether it was this caller."""
+    """Publishes a whole file under a name that one process gets. Answer: ``bool``, whether this call got the name."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
     token: str = ""
-    """Names the private file. A repeated call with the same token is the same call: it may have succeeded before."""
+    """Names the private file. A call with the same token repeats the same call, which may have succeeded before."""
     keep: bool = False
-    """The private file is linked again for the next call with this token."""
+    """Keeps the private file for the next call with this token."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Publishes a file whole, in place of one that may be there."""
+    """Publishes a whole file and replaces one that exists."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
@@ -57,7 +57,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Overwrites a small file in place: no directory changes, and a reader may see half of it."""
+    """Overwrites a small file in place. No directory changes, and a reader may see half of it."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
@@ -65,33 +65,33 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Touch:
-    """Makes an empty file; one that is there stays."""
+    """Makes an empty file unless it exists."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Remove:
-    """Removes a file that may be there."""
+    """Removes a file if it exists."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Answer: seconds of a clock of this machine that never stops or jumps."""
+    """Reads the clock. Answer: seconds of a clock of this machine that never stops or jumps."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """Answer: bytes of whole records in the journal of ``<pod>.<start>``."""
+    """Measures the journal of ``<pod>.<start>``. Answer: bytes of its whole records."""
 
     owner: str
 
 
 @dataclass(frozen=True)
 class Do:
-    """Something that makes results durable. No answer."""
+    """Makes results durable. No answer."""
 
     action: Callable[[], object]
 

@@ -1,11 +1,12 @@
-"""The ledger's calls carried out on a file system that is shared, caches, repeats requests and goes away for a while.
+"""Carries out the ledger's calls on a file system that is shared, caches, repeats requests and goes away for a while.
 
-*Link.* A private file is linked to its public name. A refusal is not believed: where a network file system repeated the
-request it says only that the name is taken, and the private file's link count says by whom. A *rename* that was
-repeated finds nothing to rename: the file is published once more. *Stale handles* are opened afresh. *An outage* (an
-error that says nothing about the file) is waited out here, call by call, so that no operation is left half known: it is
-said once when it begins and once when it is over. A *full* file system or quota is the caller's business: the pod keeps
-its lease, which needs no room, and tries again.
+- *Link.* A private file is linked to its public name. A refusal proves nothing: after a network file system repeated
+  the request, the name is taken by the first one. So the private file's link count decides.
+- *Rename.* A repeated rename finds nothing to rename. The file is published once more.
+- *Stale handles.* The file is opened again.
+- *Outages.* The error says nothing about the file. Each call waits until the file system is back, so no operation is
+  left half known. The beginning and the end of an outage are reported once.
+- *Full disks and quotas.* The caller decides. The pod keeps its lease, which needs no space, and tries again.
 """
 
 from __future__ import annotations
@@ -38,28 +39,27 @@ from megaflow_hpc.ledger.calls import (
 from megaflow_hpc.ledger.calls import Touch as TouchCall
 from megaflow_hpc.rundir.layout import RunDir
 
-STALE_TRIES = 5
+MAX_STALE_TRIES = 5
 RETRY_S = 1.0
-"""Between two tries while the file system is away."""
+"""Pause between two tries while the file system is away."""
 GIVE_UP_S = 600.0
 AWAY = frozenset(
     (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 )
-"""Errors of a file system that does not answer."""
+"""Errors of a file system that is away."""
 
 
 def passing(error: OSError) -> bool:
-    """Tells whether an error says nothing about the file: it may be there in a while."""
+    """Tells whether an error says nothing about the file, which may exist."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
-MANY = 1000
-MOST_LINKS = 1000
-"""Links to one private file; file systems have a limit."""
+MAX_LINKS = 1000
+"""Links to one private file, since file systems have a limit."""
 
 
 def boot_clock() -> float:
-    """Returns the seconds since the machine started, those that it slept included."""
+    """Returns the seconds since the machine started, including its sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -67,7 +67,7 @@ class Files:
     """Carries out the ledger's calls on one run directory.
 
     Args:
-        say: gets a line of text when the file system does not answer, and when it is back.
+        say: reports a line of text when the file system goes away, and when it is back.
     """
 
     def __init__(
@@ -80,37 +80,37 @@ class Files:
         self.journal_length: Callable[[str], int] = lambda owner: 0
         """Bytes of whole records in the journal of a ``<pod>.<start>``."""
         self._rewritten: dict[str, BinaryIO] = {}
-        """Path → the open file."""
+        """Files that are overwritten in place and stay open, by path."""
         self._private: dict[str, tuple[Path, int]] = {}
-        """Token → a private file that is used again, and its links."""
+        """Token → private file that is kept for the next call, and its number of links."""
 
     def carry_out(self, steps: Steps[T]) -> T:
-        """Carries an operation out, and returns what it does.
+        """Carries out an operation and returns its result.
 
         Raises:
             LedgerError: as the operation raises it.
             OSError: see :meth:`answer`.
         """
         operation = Operation(self, steps)
-        while not operation.advance(MANY):
+        while not operation.advance():
             pass
         return operation.result
 
     def answer(self, call: Call) -> Any:
-        """Carries one call out, waiting while the file system is away.
+        """Carries out one call. Waits while the file system is away.
 
         Raises:
-            OSError: no room, no permission, or away for longer than :data:`GIVE_UP_S`.
+            OSError: the disk is full, access is denied, or the file system is away for longer than :data:`GIVE_UP_S`.
         """
         if isinstance(call, Do):
-            return self._do(call)  # the journal knows best what its errors mean
+            return self._do(call)  # the journal handles its own errors
         stale, away = 0, 0.0
         while True:
             try:
-                found = getattr(self, f"_{type(call).__name__.lower()}")(call)
+                answer = getattr(self, f"_{type(call).__name__.lower()}")(call)
             except OSError as error:
                 now = time.monotonic()
-                if stale < STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
+                if stale < MAX_STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
                     stale += 1
                     continue
                 if not passing(error) or (away and now - away > GIVE_UP_S):
@@ -122,7 +122,7 @@ class Files:
             else:
                 if away:
                     self.say(f"the run directory is back after {time.monotonic() - away:.0f} s")
-                return found
+                return answer
 
     # --- one method per call ---
 
@@ -137,7 +137,7 @@ class Files:
 
     def _names(self, call: Names) -> tuple[str, ...]:
         try:
-            return tuple(name for name in os.listdir(self._root / call.room) if not name.startswith("."))
+            return tuple(name for name in os.listdir(self._root / call.directory) if not name.startswith("."))
         except FileNotFoundError:
             return ()
 
@@ -163,15 +163,15 @@ class Files:
         write_json(self._root / call.path, call.content)
 
     def _rewrite(self, call: Rewrite) -> None:
-        # No directory changes, and the file stays open, for a server's sake. What is shorter than before is filled up,
-        # and a torn one is read again.
+        # To spare the server, no directory changes and the file stays open. Shorter content is padded. Readers read a
+        # torn file again.
         file = self._rewritten.pop(call.path, None) or open(self._root / call.path, "r+b")  # noqa: SIM115
         try:
             content = to_json(call.content).encode()
             os.pwrite(file.fileno(), content.ljust(os.fstat(file.fileno()).st_size), 0)
             os.fsync(file.fileno())
         except BaseException:
-            file.close()  # its handle may be stale: it is opened afresh
+            file.close()  # the handle may be stale; the next call opens the file again
             raise
         self._rewritten[call.path] = file
 
@@ -179,7 +179,7 @@ class Files:
         path = self._root / call.path
         try:
             _mark(path)
-        except FileNotFoundError:  # a room that runs made earlier lack
+        except FileNotFoundError:  # runs of earlier versions lack some directories
             make_directory(path.parent)
             _mark(path)
 
@@ -190,7 +190,7 @@ class Files:
         target = self._root / call.path
         private, links = self._private.get(call.token) or (self._own(target.parent / f".{call.token}", call), 1)
         refused = False
-        won = not call.keep and _links(private) > links  # by an earlier try of this very call, whatever it was answered
+        won = not call.keep and _links(private) > links  # an earlier attempt of this call succeeded
         if not won:
             try:
                 self._hard_link(private, target)
@@ -198,9 +198,9 @@ class Files:
             except FileExistsError:
                 refused = True
                 won = _links(private) > links
-        if call.keep and won and not refused and links < MOST_LINKS:
+        if call.keep and won and not refused and links < MAX_LINKS:
             self._private[call.token] = private, links + 1
-        else:  # after a refusal as well: a count that is not sure is not counted on
+        else:  # also after a refusal, since the count is uncertain then
             self._private.pop(call.token, None)
             private.unlink(missing_ok=True)
         return won
@@ -209,7 +209,7 @@ class Files:
         os.link(private, target)
 
     def _own(self, private: Path, call: Link) -> Path:
-        """The private file of a call; where the call is a repeated one it may be there, and is whole."""
+        """Returns the private file of a call. A repeated call may find it, and finds it whole."""
         if call.keep or not private.exists():
             private.unlink(missing_ok=True)
             write_json(private, call.content)
@@ -218,17 +218,17 @@ class Files:
 
 
 class Operation(Generic[T]):
-    """An operation of the rules that is carried out a part at a time."""
+    """An operation of the rules that may be carried out in parts."""
 
     result: T
-    """What it returned, once it has ended."""
+    """Result, once the operation has ended."""
 
     def __init__(self, files: Files, steps: Steps[T]) -> None:
         self._files, self._steps = files, steps
         self._call: Call | None = None
 
-    def advance(self, calls: int) -> bool:
-        """Carries out so many more calls; True when the operation has ended.
+    def advance(self, calls: int = 1000) -> bool:
+        """Carries out up to ``calls`` more calls. True when the operation has ended.
 
         Raises:
             LedgerError: as the operation raises it.
@@ -260,12 +260,12 @@ def _mark(path: Path) -> None:
 
 
 def _repeated(error: OSError, call: Call) -> bool:
-    """Whether a file may have been renamed by a request whose answer was lost: the repeated one finds it no more."""
+    """Tells whether an earlier request may have renamed the file, so that this repeated request does not find it."""
     return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 
 def _links(path: Path) -> int:
-    """Links to a file, asked of the server: opening is what makes a client look again."""
+    """Returns the number of links to a file. Opening the file makes a network client ask the server."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_nlink

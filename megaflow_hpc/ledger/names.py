@@ -1,4 +1,4 @@
-"""Names of the ledger's files, and what they say."""
+"""Names of the ledger's files, and the facts that they hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/don
 GONE, REQUESTS, TASKS, ADDED = "ledger/gone", "ledger/hungry", "tasks", "ledger/added"
 
 FIRST_HANDED_OFF = 1_000_000
-"""Number of the first block that a pod hands off; planned ones lie below."""
+"""Number of the first block that a pod hands off. Planned blocks have smaller numbers."""
 
 
 def claim_path(block: int, epoch: int) -> str:
@@ -23,7 +23,7 @@ def task_path(block: int) -> str:
 
 
 def earlier(start: str, than: str) -> bool:
-    """Tells whether one start of an element came before another; Slurm counts them."""
+    """Tells whether one start of an element came before another. Slurm numbers the starts."""
     return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
 
 
@@ -34,24 +34,24 @@ def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
 
 def latest(names: Iterable[str]) -> dict[int, int]:
     """Returns the highest epoch of each block."""
-    found: dict[int, int] = {}
+    epochs: dict[int, int] = {}
     for block, epoch in pairs(names):
-        found[block] = max(epoch, found.get(block, -1))
-    return found
+        epochs[block] = max(epoch, epochs.get(block, -1))
+    return epochs
 
 
 def done_path(block: int, epoch: int, given: int) -> str:
-    """Path of a done mark, below the run directory; ``epoch`` is that of the claim that ended the block."""
+    """Path of a done mark, below the run directory. ``epoch`` is the epoch of the claim that ended the block."""
     return f"{DONE}/{block:06d}.{epoch}.{given}"
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns how many blocks each finished block handed off. In runs of before, marks have no epoch."""
+    """Returns the done blocks, each with the number of blocks handed off from it. Old marks have no epoch."""
     return {int(block): int(rest.rpartition(".")[2] or 0) for block, _, rest in (name.partition(".") for name in names)}
 
 
 def ends(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Returns (block, epoch) of the claims that ended a block, as the done marks say it."""
+    """Returns (block, epoch) of the claims that ended a block, by the done marks."""
     parts = (name.split(".") for name in names)
     return {(int(each[0]), int(each[1])) for each in parts if len(each) == 3}
 
@@ -69,18 +69,18 @@ def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
 
 
 def added_path(token: str, turn: int) -> str:
-    """Path of what is said of blocks that are added: where those go that have no place yet."""
+    """Path of a record of added blocks, which names the numbers of those that have no place yet."""
     return f"{ADDED}/{token}.{turn}"
 
 
-def seals(read: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
+def seals(claims: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
     """Returns (block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
 
     Args:
-        read: block, epoch and content of claims. One that ended its block seals nothing.
+        claims: block, epoch and content. A claim that ended its block seals nothing.
     """
     return {
         (block, epoch - 1): (str(content["predecessor"]), int(content["sealed"]))
-        for block, epoch, content in read
+        for block, epoch, content in claims
         if epoch and "done" not in content
     }

@@ -1,4 +1,4 @@
-"""``RUN/ledger/coordinator.json``: the lease of the pod that looks at everything for all, and what it has found out."""
+"""The report ``RUN/ledger/coordinator.json`` of the pod that surveys the ledger for all pods."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megaflow_hpc.host.process import Identity
-from megaflow_hpc.ledger.leader_lease import LeaderLease
+from megaflow_hpc.ledger.leader import Leader
 from megaflow_hpc.rundir.events import Count, Number, Time
 from megaflow_hpc.rundir.live import Asked
 
 FEW = 8
-"""Up to so many pods each look at the ledger for themselves."""
+"""Up to this many pods, each pod looks at the ledger itself."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pod finds out for all, so that not every pod has to look."""
+    """State of the ledger, as one pod found it for all pods."""
 
     open: int
     """Blocks that are not done."""
     claimable: int
-    """Those of them that are free, were given back, or whose holder is gone."""
+    """Open blocks that are free or released, or whose holder is gone."""
     orphans: list[tuple[int, int, str]] = field(default_factory=list)
-    """Block, epoch and holder (``<pod>.<start>``) of some whose holder is gone, or was started anew since: who looks
-    for one of them need not read the claims of all."""
+    """Block, epoch and holder (``<pod>.<start>``) of some blocks whose holder is gone or has restarted. Pods that take
+    them over need not read all claims."""
     requests: dict[str, int] = field(default_factory=dict)
-    """Slots that pods without work ask others to fill, by request."""
+    """Slots that pods without work ask other pods to fill, by request."""
     opened: bool = False
     """A consumer may add blocks."""
     awaited: bool = False
-    """One of these has renewed its lease not long ago."""
+    """The lease of such a consumer has not expired."""
 
 
 class Progress(NamedTuple):
-    """How far a pod is, as its lease says."""
+    """Progress of a pod, as its lease shows it."""
 
     t: Time
     """Seconds UTC of the pod's clock."""
@@ -51,40 +51,40 @@ class Progress(NamedTuple):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What the coordinator reports."""
+    """Everything that the coordinator reports."""
 
     pods: int = 0
-    """Pods whose lease is renewed."""
+    """Pods that renew their lease."""
     survey: Survey | None = None
     generation: str = ""
-    """Of the engines, as they are in the listing."""
+    """Generation of the published listing of engines."""
     exceeded: str = ""
-    """The limit of the campaign that is exceeded."""
+    """The campaign limit that is exceeded, empty if none is."""
     progress: dict[str, Progress] = msgspec.field(default_factory=dict)
-    """By ``<pod>.<start>``, of all that have not ended."""
+    """By ``<pod>.<start>``, for every pod that has not ended."""
     asked: Asked = Asked()
-    """What viewers want to know."""
+    """Rollouts that viewers ask about."""
 
 
-def reported(lease: LeaderLease) -> Report:
-    """Returns what the leader reported at the last look; an empty report where it is of another version."""
+def reported(leader: Leader) -> Report:
+    """Returns the leader's report at the last look, an empty one if it is invalid or of another version."""
     try:
-        return msgspec.convert(lease.report, Report)
-    except ValueError:  # a text of lone surrogates too
+        return msgspec.convert(leader.report, Report)
+    except ValueError:  # also for a text with lone surrogates
         return Report()
 
 
 def progress_of(lease: dict[str, object]) -> Progress | None:
-    """Returns what a pod's lease says of its progress; ``None`` of one that says nothing."""
+    """Returns the progress that a pod's lease shows, ``None`` if it shows none."""
     try:
-        said = {**Progress._field_defaults, **lease}  # of a version that did not say all of it
-        return msgspec.convert([said[name] for name in Progress._fields], Progress)
+        content = {**Progress._field_defaults, **lease}  # an earlier version wrote fewer fields
+        return msgspec.convert([content[name] for name in Progress._fields], Progress)
     except (KeyError, ValueError):
         return None
 
 
 def process_here(lease: Mapping[str, Any]) -> Identity | None:
-    """Returns the process of a pod outside of Slurm, dead or alive; ``None`` of a job's, and of another host's."""
+    """Returns the process of a pod outside Slurm, dead or alive. ``None`` for jobs, and for pods of other hosts."""
     if lease.get("job_id") or lease.get("host") != os.uname().nodename:
         return None
     try:

@@ -1,37 +1,45 @@
-"""The rules by which pods share blocks: claims, seals, takeovers, handing off. Pure: no file is touched here.
+"""The rules by which pods share blocks: leases, claims, takeovers, hand-offs. Pure: no file is touched here.
 
-*Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. It holds for as long as the pod's lease
-(:mod:`megaflow_hpc.ledger.lease`).
+*Fence.* A pod commits nothing once its lease is ``commit_s`` old, counted from *before* it was written. A result counts
+if the fence is still open *after* the result became durable. A start that sees a later start of the same element closes
+its fence for good: Slurm took its node for lost, and the later start takes its blocks over.
+
+*Claim.* ``claims/<block>.<epoch>`` is a name that one pod gets. The claim holds for as long as the pod's lease.
 
 *Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
-of the predecessor's journal counts, its *seal*: what the predecessor said when it released, else what there is after it
-was found to be gone. Whoever takes a block over leaves out what it handed off (:mod:`~megaflow_hpc.ledger.sharing`),
-and lists the blocks handed off that it knows; one that appears later belongs to nobody and is marked done without a
-run.
+of the predecessor's journal counts, its *seal*. The seal is what the predecessor released, or else the length of the
+journal after the predecessor was found to be gone. The new holder leaves out what was handed off
+(:mod:`~megaflow_hpc.ledger.hand_offs`) and lists the handed-off blocks that it knows. A block that appears later
+belongs to no pod and is marked done without a run.
 
-*The end.* Whoever finishes a block claims its next epoch and says that it is done: so a block is either done or taken
-over, whatever its holder and its successor know of each other. A mark ``done/<block>.<epoch>.<n>`` repeats this for
-those who list: that epoch ended the block, which handed off n others. The campaign is finished when all blocks that can
-be seen are done, as many handed-off ones can be seen as the marks speak of, and no consumer may add some
+*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. So a block is either done or
+taken over, whatever its holder and its successor know of each other. A mark ``done/<block>.<epoch>.<n>`` repeats this
+for listings: that epoch ended the block, from which n blocks were handed off. The campaign is finished when all visible
+blocks are done, as many handed-off blocks are visible as the marks count, and no consumer may add blocks
 (:mod:`megaflow_hpc.ledger.ending`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.calls import Length, Link, Names, Publish, Read, Steps, Touch
+from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Steps, There, Touch
 from megaflow_hpc.ledger.ending import Consumers, finish
+from megaflow_hpc.ledger.hand_offs import HandOffs, NotYet
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
     DONE,
     FIRST_HANDED_OFF,
+    GONE,
+    LEASES,
     RELEASED,
     TASKS,
     all_done,
@@ -39,14 +47,17 @@ from megaflow_hpc.ledger.names import (
     claim_path,
     done_blocks,
     done_path,
+    earlier,
     latest,
     pairs,
 )
 from megaflow_hpc.ledger.report import Survey
-from megaflow_hpc.ledger.sharing import NotYet, Sharing
 from megaflow_hpc.types import Rollout
 
 T = TypeVar("T")
+
+MAX_REFUSALS = 3
+"""Claims that may be refused before the claims are listed again."""
 
 
 @dataclass(frozen=True)
@@ -56,119 +67,296 @@ class Claim:
     block: int
     epoch: int
     left: tuple[str, ...] | None = field(default=None, compare=False)
-    """Ids of the rollouts that are to be run, where the predecessor said so; ``None``: those not stored."""
+    """Ids of the rollouts to run, as the predecessor released them. ``None``: those that are not stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
-    """Ids that lie in blocks handed off."""
+    """Ids of the rollouts that were handed off."""
 
 
-@dataclass
+class Holding(Enum):
+    """State of a claimed block that is neither done nor released, as one pod sees it. Each leads to one next step.
+
+    ========== ======================================================= ==========================================
+    state      known because                                           next step
+    ========== ======================================================= ==========================================
+    ENDED      the claim says that its block is done                   write the done mark, which its pod did not
+    FORGOTTEN  the claim is ours, and we neither held nor dropped it   hold it: the answer to our call was lost
+    OURS       the claim is ours                                       none
+    GONE       its pod is marked as gone, or its lease expired         claim the next epoch
+    ALIVE      its pod was seen to renew, or a survey says so          none
+    SILENT     nothing is known of its pod yet                         look again
+    ========== ======================================================= ==========================================
+    """
+
+    ENDED = "ended"
+    FORGOTTEN = "forgotten"
+    OURS = "ours"
+    GONE = "gone"
+    ALIVE = "alive"
+    SILENT = "silent"
+
+
+class HeldBlock(NamedTuple):
+    """One claimed block and its state."""
+
+    block: int
+    epoch: int
+    state: Holding
+    owner: str = ""
+    """``<pod>.<start>``. Empty if a survey says that the pod is alive."""
+    handed_off: int = 0
+    """Blocks that were handed off from a block that ended."""
+
+
+@dataclass(frozen=True)
 class Outlook:
     """What a pod's last look for a block to claim has shown."""
 
     unsettled: bool = False
-    """Some block is held by a pod that was neither seen to renew nor is known to be gone."""
+    """Some block may become free soon: it is not known whether its pod is alive, or other pods were faster."""
     others: bool = False
     """Some block is held by another pod that may be alive."""
     unfinished: bool = True
     """Some block is not done."""
     opened: bool = False
-    """Where nothing was found: a consumer may add blocks, so the campaign is not finished."""
+    """If nothing was claimed: a consumer may add blocks, so the campaign is not finished."""
     awaited: bool = False
-    """Where nothing was found: one of these has renewed its lease not long ago; it is worth staying."""
+    """If nothing was claimed: the lease of such a consumer has not expired, so the pod should stay."""
 
 
-REFUSALS = 3
-"""Claims that may be refused before the claims are listed again."""
-
-
-class Rules(Lease):
-    """What one start of a pod knows of the ledger; operations are steps, of which one runs at a time."""
+class LedgerRules:
+    """The ledger as one start of a pod knows it. Operations are steps; one operation runs at a time."""
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
-        """``pods``: how many may claim at the same time; each begins at a place of its own."""
-        super().__init__(identity, times)
+        """``pods``: number of pods that may claim at the same time. Each starts at its own place in the order."""
+        self.identity, self.times = identity, times
         self._place = _number(identity.pod) % pods
+        self.lease = Lease(f"{LEASES}/{identity.name}")
+        self.renew_s = times.renew_s
+        """Seconds between renewals. Short if the lease shows the pod's progress to readers."""
+        self.progress: dict[str, Any] = {}
+        """Further content of the lease."""
+        self.superseded = False
+        """A later start of this element has a lease."""
+        self.leases: dict[str, Lease] = {}
+        """Leases of other pods, by ``<pod>.<start>``."""
         self.surveyed: Survey | None = None
-        """What another pod found out not long ago, where one does so for all."""
+        """The latest survey of another pod, if one pod surveys for all. That pod reads all leases instead of us."""
         self.held: set[Claim] = set()
-        self._let_go: set[Claim] = set()
-        """Held earlier: what a cache still shows of them is not to be believed."""
+        self._dropped: set[Claim] = set()
+        """Claims held earlier. A cache may still show them."""
         self.seen = Outlook()
         self.consumers = Consumers(times.open_s)
+        self.hand_offs = HandOffs(identity.name)
         self.free: list[int] = []
         """After :meth:`claim`: the free blocks that it saw and left."""
         self.preferred: tuple[int, ...] = ()
-        """Free blocks that are claimed before others, in this order."""
-        self._done: dict[int, int] = {}
-        self._blocks: list[int] = []
+        """Free blocks that are claimed before other blocks, in this order."""
         self._known: set[int] = set()
         """Every block that any look has shown."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
-        """Block and epoch → who claimed it and, if that ended the block, how many others it had handed off."""
+        """Block and epoch → owner of the claim and, if it ended the block, the number of blocks handed off."""
         self._unanswered: set[tuple[int, int]] = set()
-        """Claims that were asked for and whose answer was lost: they may be this pod's."""
-        self.sharing = Sharing(identity.name)
+        """Claims of ours whose answer was lost. They may have succeeded."""
+
+    # --- the lease and the fence ---
+
+    @property
+    def closes_at(self) -> float:
+        """When the fence closes, by this machine's clock. Minus infinity before the lease was written."""
+        return -math.inf if self.superseded else self.lease.renewed_at + self.times.commit_s
+
+    def open_at(self, now: float) -> bool:
+        """Tells whether the fence is open: results that became durable until ``now`` count."""
+        return now < self.closes_at
+
+    def may_commit(self) -> Steps[bool]:
+        """Tells whether the fence is open now."""
+        return self.open_at((yield Clock()))
+
+    def committed(self, commit: Callable[[], object]) -> Steps[bool]:
+        """Calls ``commit``. True if it counts: the fence was open before, and still is now that all is durable."""
+        if not (yield from self.may_commit()):
+            return False
+        yield Do(commit)
+        return (yield from self.may_commit())
+
+    def renew(self, force: bool = False) -> Steps[None]:
+        """Renews the lease when that is due, or by ``force``. Never renews an old lease: a takeover may have begun."""
+        now: float = yield Clock()
+        content = {**asdict(self.identity), **self.progress}
+        if not self.lease.counter:
+            yield from self.lease.publish(now, content)
+        elif self.open_at(now) and (force or now - self.lease.renewed_at >= self.renew_s):
+            yield from self.lease.rewrite(now, content)
+        else:
+            return
+        start = self.identity.start
+        if start.isdigit() and (yield There(f"{LEASES}/{self.identity.pod}.{int(start) + 1}")):
+            self.superseded = True
+
+    def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
+        """Returns those of ``owners`` that are gone."""
+        marked = set((yield Names(GONE))) if owners else set()
+        gone = set()
+        for owner in sorted(owners):
+            is_gone = owner in marked or self._is_earlier_start(owner)
+            if not is_gone and self.surveyed is None:
+                is_gone = yield from self.expired(owner)
+            if is_gone:
+                gone.add(owner)
+        return gone
+
+    def _is_earlier_start(self, owner: str) -> bool:
+        pod, _, start = owner.rpartition(".")
+        return pod == self.identity.pod and earlier(start, self.identity.start)
+
+    def expired(self, owner: str) -> Steps[bool]:
+        """Reads the lease of another pod. Returns whether it has expired."""
+        lease = self.leases.setdefault(owner, Lease(f"{LEASES}/{owner}"))
+        unchanged_s = yield from lease.look()
+        return unchanged_s > self.times.lease_s
+
+    def _is_alive(self, owner: str) -> bool:
+        return self.surveyed is not None or (owner in self.leases and self.leases[owner].changed)
 
     # --- claims ---
 
     def claim(self) -> Steps[Claim | None]:
-        """Claims a block that is free or whose holder is gone; ``None`` if there is none now."""
+        """Claims a block that is free or whose holder is gone. ``None`` if no block is available now."""
         if not (yield from self.may_commit()):
             return None
         try:
             return (yield from self._claim())
         except NotYet:
-            self.seen.unsettled = True
+            self.seen = replace(self.seen, unsettled=True)
             return None
 
     def _claim(self) -> Steps[Claim | None]:
-        if self.free and (claim := (yield from self._first(self.free))):
+        if self.free and (claim := (yield from self._first_of(self.free))):
             return claim
-        if (found := self._surveyed) and (found.open or found.opened) and not self._may_take(found):
-            self.seen.unsettled, self.seen.others = False, found.open > len(self.held)
-            self.seen.opened, self.seen.awaited = found.opened, found.awaited
+        survey = self._usable_survey
+        if survey and (survey.open or survey.opened) and not self._may_take(survey):
+            others = survey.open > len(self.held)
+            self.seen = Outlook(False, others, survey.open > 0, survey.opened, survey.awaited)
             return None
         claim = yield from self._look()
-        if claim is None:
-            yield from self.consumers.look()
-            self.seen.opened, self.seen.awaited = self.consumers.opened, self.consumers.awaited
-            if not (self.seen.unfinished or self.seen.opened or (yield from self._finish())):
-                self.seen.unsettled = True  # blocks were added before the last consumer left
-        return claim
+        if claim is not None:
+            return claim
+        yield from self.consumers.look()
+        self.seen = replace(self.seen, opened=self.consumers.opened, awaited=self.consumers.awaited)
+        if not (self.seen.unfinished or self.seen.opened or (yield from self._finish())):
+            self.seen = replace(self.seen, unsettled=True)  # blocks were added before the last consumer left
+        return None
 
     @property
-    def _surveyed(self) -> Survey | None:
-        """What another pod found out, as far as it is enough: of a claim whose answer was lost only a look tells."""
+    def _usable_survey(self) -> Survey | None:
+        """The latest survey. It cannot tell whether a claim whose answer was lost is ours: only a look can."""
         return None if self._unanswered else self.surveyed
 
-    def _may_take(self, found: Survey) -> bool:
-        return found.claimable > 0 or any(self._earlier(owner) for _, _, owner in found.orphans)
+    def _may_take(self, survey: Survey) -> bool:
+        return survey.claimable > 0 or any(self._is_earlier_start(owner) for _, _, owner in survey.orphans)
 
     def _look(self) -> Steps[Claim | None]:
-        self._done = done_blocks((yield Names(DONE)))
-        self._blocks = block_numbers((yield Names(TASKS)))  # after the marks: whoever is done has given before
-        self.seen.unsettled = self.seen.others = False
-        self._known.update(self._blocks)
-        self.seen.unfinished = not all_done(self._done, self._blocks)
-        if not self.seen.unfinished:
+        """Lists the ledger and claims what can be claimed."""
+        done = done_blocks((yield Names(DONE)))
+        blocks = block_numbers((yield Names(TASKS)))  # after the marks: a pod hands off before it is done
+        self._known.update(blocks)
+        if all_done(done, blocks):
+            self.seen = replace(self.seen, unfinished=False, unsettled=False, others=False)
             return None
-        claimed = latest((yield Names(CLAIMS)))
-        open_blocks = [block for block in self._blocks if block not in self._done]
-        free = [block for block in open_blocks if block not in claimed]
-        held = {block: claimed[block] for block in open_blocks if block in claimed}
-        # Whose element starts for the first time has nothing to take back; who holds what matters once nothing is free.
-        taken = yield from self._take_over(held, released_only=bool(free) and self.identity.start == "0")
-        if taken or not free:
+        self.seen = replace(self.seen, unfinished=True, unsettled=False, others=False)
+        epochs = latest((yield Names(CLAIMS)))
+        open_blocks = [block for block in blocks if block not in done]
+        free = [block for block in open_blocks if block not in epochs]
+        claimed = {block: epochs[block] for block in open_blocks if block in epochs}
+        released = pairs((yield Names(RELEASED)))
+        # The first start of a pod has no earlier claims to reclaim. While blocks are free, their holders do not matter.
+        if not free or self.identity.start != "0":
+            taken = yield from self._take_held(claimed, released, done)
+            if taken is not None:
+                return taken
+        taken = yield from self._take_released([claim for claim in claimed.items() if claim in released])
+        if taken is not None or not free:
             return taken
-        claim = yield from self._first(free)
-        self.seen.unsettled |= claim is None  # others were faster; there may be more
+        claim = yield from self._first_of(free)
+        if claim is None:
+            self.seen = replace(self.seen, unsettled=True)  # other pods were faster; there may be more
         return claim
 
-    def _first(self, free: Sequence[int]) -> Steps[Claim | None]:
-        """Claims one of these blocks that nobody else was faster to claim, and keeps what is left of them.
+    def _take_held(
+        self, claimed: Mapping[int, int], released: Collection[tuple[int, int]], done: Collection[int]
+    ) -> Steps[Claim | None]:
+        """Does the next step of each block that is held (:class:`Holding`), until one of them brings a claim."""
+        survey = self._usable_survey
+        blocks = yield from self._states([claim for claim in claimed.items() if claim not in released], survey)
+        for held in blocks:
+            if held.state is Holding.ENDED:
+                yield Touch(done_path(held.block, held.epoch, held.handed_off))
+        for held in blocks:
+            if held.state is Holding.FORGOTTEN:
+                return self._hold((yield from self._remembered(held.block, held.epoch)))
+        if survey is None:
+            self._forget_answered(claimed, done)
+        others = any(held.state in (Holding.ALIVE, Holding.SILENT) for held in blocks)
+        unsettled = any(held.state is Holding.SILENT for held in blocks)
+        self.seen = replace(self.seen, others=others, unsettled=unsettled)
+        for held in _from(self._place, blocks):
+            if held.state is Holding.GONE:
+                seal = yield from self._seal(held.block, held.owner)
+                claim = yield from self._succeed(held.block, held.epoch, held.owner, seal)
+                if claim is not None:
+                    return claim
+        return None
 
-        Pods that begin together each begin at a place of their own: of those that all begin at the first one, most are
-        refused. A block's number is its place in the order, so that no pod leaves it by more than the number of pods.
+    def _states(self, claimed: Iterable[tuple[int, int]], survey: Survey | None) -> Steps[list[HeldBlock]]:
+        """Determines the state of claimed blocks. A survey saves reading the claims of pods that are alive."""
+        orphans = {(block, epoch): owner for block, epoch, owner in survey.orphans} if survey else {}
+        self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
+        states: list[HeldBlock] = []
+        of_others: list[HeldBlock] = []
+        for block, epoch in claimed:
+            claim = Claim(block, epoch)
+            ours = claim in self.held or claim in self._dropped
+            if survey is not None and (block, epoch) not in orphans:
+                states.append(HeldBlock(block, epoch, Holding.OURS if ours else Holding.ALIVE))
+                continue
+            owner, handed_off = yield from self.owner(block, epoch)
+            if handed_off is not None:
+                states.append(HeldBlock(block, epoch, Holding.ENDED, owner, handed_off))
+            elif owner == self.identity.name:
+                states.append(HeldBlock(block, epoch, Holding.OURS if ours else Holding.FORGOTTEN, owner))
+            else:
+                of_others.append(HeldBlock(block, epoch, Holding.SILENT, owner))
+        gone = yield from self._look_after({held.owner for held in of_others})
+        for held in of_others:
+            state = Holding.ALIVE if self._is_alive(held.owner) else Holding.SILENT
+            states.append(held._replace(state=Holding.GONE if held.owner in gone else state))
+        return states
+
+    def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:
+        """Forgets the lost answers that this look has settled. A cached listing may not show the other claims yet."""
+        for block, epoch in list(self._unanswered):
+            if block in done or claimed.get(block, -1) >= epoch:
+                self._unanswered.discard((block, epoch))
+
+    def _take_released(self, released: Sequence[tuple[int, int]]) -> Steps[Claim | None]:
+        """Claims one of the blocks that their pods gave back."""
+        for block, epoch in _from(self._place, released):
+            release = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
+            if release is None:
+                continue  # listed, but hidden by a cache
+            owner, _ = yield from self.owner(block, epoch)
+            seal = {"sealed": release["sealed"], "left": release["left"], "given": release["given"]}
+            claim = yield from self._succeed(block, epoch, owner, seal)
+            if claim is not None:
+                return claim
+        return None
+
+    def _first_of(self, free: Sequence[int]) -> Steps[Claim | None]:
+        """Claims the first of these blocks that no other pod claimed faster, and keeps the rest of them.
+
+        Pods that begin together each start at a place of their own. If all started at the first block, most would be
+        refused. A block's number is its place in the order, so no pod leaves the order by more than the number of pods.
         """
         refused = 0
         left = list(free)
@@ -178,17 +366,68 @@ class Rules(Lease):
             left.remove(block)
             if block >= FIRST_HANDED_OFF and not (yield from self._belongs(block)):
                 continue
-            if (yield from self._take(block, 0, {"owner": self.identity.name}, every="")):
+            if (yield from self._link(block, 0, {"owner": self.identity.name}, every="")):
                 self.free = left
                 return self._hold(Claim(block, 0))
             refused += 1
-            if refused % REFUSALS == 1:
+            if refused % MAX_REFUSALS == 1:
                 claimed = latest((yield Names(CLAIMS)))
                 left = [block for block in left if block not in claimed]
         return None
 
-    def _take(self, block: int, epoch: int, content: Mapping[str, Any], every: str | None = None) -> Steps[bool]:
-        """``every``: names the claims of this pod that have the same content, and so one private file."""
+    def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
+        """Claims the epoch after one of another pod, and seals that pod's journal."""
+        content = {"owner": self.identity.name, "predecessor": owner, **seal}
+        if not (yield from self._link(block, epoch + 1, content)):
+            return None
+        return self._hold((yield from self._claim_of(block, epoch + 1, content)))
+
+    def _seal(self, block: int, owner: str) -> Steps[dict[str, Any]]:
+        """Returns the seal of a pod that is gone: how much of its journal counts, and what was handed off."""
+        blocks = block_numbers((yield Names(TASKS)))
+        given = yield from self.hand_offs.made_of(block, blocks)
+        return {"sealed": (yield Length(owner)), "left": None, "given": given}
+
+    def _remembered(self, block: int, epoch: int) -> Steps[Claim]:
+        """Returns a claim of ours whose answer had been lost."""
+        if not epoch:
+            return Claim(block, epoch)
+        content = yield Read(claim_path(block, epoch))
+        if content is None:
+            raise NotYet
+        return (yield from self._claim_of(block, epoch, content))
+
+    def _claim_of(self, block: int, epoch: int, content: Mapping[str, Any]) -> Steps[Claim]:
+        without = yield from self.hand_offs.take_over(block, content["given"])
+        left = content["left"]
+        return Claim(block, epoch, None if left is None else tuple(left), without)
+
+    def _belongs(self, number: int) -> Steps[bool]:
+        """Tells whether a handed-off block counts. Marks it done if its origin's next holder did not know it."""
+        origin = yield from self.hand_offs.origin(number)
+        successor = yield Read(claim_path(origin.block, origin.epoch + 1))
+        if successor is None or "done" in successor or isinstance(successor["given"], int):
+            return True
+        if number in successor["given"]:
+            return True
+        yield from self._end(number, 0, 0)
+        return False
+
+    def owner(self, block: int, epoch: int) -> Steps[tuple[str, int | None]]:
+        """Returns the owner of a claim and, if it ended its block, how many blocks were handed off. Raises NotYet."""
+        if (block, epoch) not in self._owners:
+            content = yield Read(claim_path(block, epoch))
+            if content is None:
+                raise NotYet
+            self._owners[block, epoch] = str(content["owner"]), content.get("done")
+        return self._owners[block, epoch]
+
+    def _link(self, block: int, epoch: int, content: Mapping[str, Any], every: str | None = None) -> Steps[bool]:
+        """Claims one epoch of a block. Returns whether this pod got it.
+
+        Args:
+            every: names the claims of this pod that have the same content, so that they share a private file.
+        """
         token = f"{block}.{epoch}" if every is None else every
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))
@@ -202,123 +441,38 @@ class Rules(Lease):
         self.held.add(claim)
         return claim
 
-    def _take_over(self, claimed: Mapping[int, int], released_only: bool) -> Steps[Claim | None]:
-        me = self.identity.name
-        released = pairs((yield Names(RELEASED)))
-        owners, told = {}, self._surveyed
-        orphans = {(block, epoch): owner for block, epoch, owner in told.orphans} if told else {}
-        self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
-        for block, epoch in () if released_only else claimed.items():
-            if (block, epoch) in released:
-                continue
-            if told and (block, epoch) not in orphans:  # whoever has it is alive, or the next survey will tell
-                self.seen.others |= Claim(block, epoch) not in self.held
-                continue
-            owner, given = yield from self._owner(block, epoch)
-            if given is not None:
-                yield Touch(done_path(block, epoch, given))  # its pod may have died before it could
-            elif owner == me and Claim(block, epoch) not in self.held | self._let_go:
-                return self._hold((yield from self._again(block, epoch)))  # the answer to our claim had been lost
-            else:
-                owners[block] = owner
-        if not (released_only or told):  # what a cached listing does not show yet, a later one may
-            self._unanswered -= {(b, e) for b, e in self._unanswered if b in self._done or claimed.get(b, -1) >= e}
-        gone = yield from self._look_after(set(owners.values()) - {me})
-        for block, owner in _from(self._place, list(owners.items())):
-            if owner in gone:
-                content = yield from self._what_counts(block, owner)
-                if claim := (yield from self._succeed(block, claimed[block], owner, content)):
-                    return claim
-            else:
-                self.seen.unsettled |= owner not in (me, *self._alive)
-                self.seen.others |= owner != me
-        given_back = [(block, epoch) for block, epoch in claimed.items() if (block, epoch) in released]
-        for block, epoch in _from(self._place, given_back):
-            said = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
-            if said is None:
-                continue  # listed and not yet to be seen: a cache will let it through
-            owner, _ = yield from self._owner(block, epoch)
-            content = {"sealed": said["sealed"], "left": said["left"], "given": said["given"]}
-            if claim := (yield from self._succeed(block, epoch, owner, content)):
-                return claim
-        return None
-
-    def _succeed(self, block: int, epoch: int, owner: str, content: Mapping[str, Any]) -> Steps[Claim | None]:
-        whole = {"owner": self.identity.name, "predecessor": owner, **content}
-        if (yield from self._take(block, epoch + 1, whole)):
-            return self._hold((yield from self._taken(block, epoch + 1, whole)))
-        return None
-
-    def _what_counts(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        """Returns, of a block whose holder is gone, the seal of its journal and the blocks handed off."""
-        self._blocks = block_numbers((yield Names(TASKS)))
-        given = yield from self.sharing.handed_off_by(block, self._blocks)
-        return {"sealed": (yield Length(owner)), "left": None, "given": given}
-
-    def _taken(self, block: int, epoch: int, content: Mapping[str, Any]) -> Steps[Claim]:
-        without = yield from self.sharing.take_over(block, content["given"])
-        left = content["left"]
-        return Claim(block, epoch, None if left is None else tuple(left), without)
-
-    def _again(self, block: int, epoch: int) -> Steps[Claim]:
-        if not epoch:
-            return Claim(block, epoch)
-        content = yield Read(claim_path(block, epoch))
-        if content is None:
-            raise NotYet
-        return (yield from self._taken(block, epoch, content))
-
-    def _belongs(self, number: int) -> Steps[bool]:
-        """Tells whether a block handed off counts; one that its origin's next holder did not know is marked done."""
-        block, epoch, _ = yield from self.sharing.parent(number)
-        successor = yield Read(claim_path(block, epoch + 1))
-        if successor is None or "done" in successor or isinstance(successor["given"], int):
-            return True
-        if number in successor["given"]:
-            return True
-        yield from self._end(number, 0, 0)
-        return False
-
-    def _owner(self, block: int, epoch: int) -> Steps[tuple[str, int | None]]:
-        if (block, epoch) not in self._owners:
-            content = yield Read(claim_path(block, epoch))
-            if content is None:
-                raise NotYet
-            self._owners[block, epoch] = str(content["owner"]), content.get("done")
-        return self._owners[block, epoch]
-
     # --- letting go ---
 
     def _drop(self, claim: Claim) -> None:
         self.held.discard(claim)
-        self._let_go.add(claim)
+        self._dropped.add(claim)
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> Steps[None]:
-        """Gives a whole block back. What was committed for it is durable within ``sealed`` bytes of the journal."""
+        """Gives a block back. Everything committed for it is durable within ``sealed`` bytes of the journal."""
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
-        content = {"sealed": sealed, "left": sorted(left), "given": self.sharing.given(claim.block)}
+        content = {"sealed": sealed, "left": sorted(left), "given": self.hand_offs.count(claim.block)}
         yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
 
     def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
-        """Hands rollouts of a held block, none of them started, to others. They must not be started hereafter.
+        """Hands off rollouts of a held block that were not started. They must not be started hereafter.
 
         Args:
-            token: names this hand-off; a repeated call with it, after an error, is the same one.
+            token: names this hand-off. A repeated call with it, after an error, is the same hand-off.
         """
         if not (yield from self.may_commit()):
             return False
-        yield from self.sharing.hand_off(claim.block, claim.epoch, rollouts, token)
+        yield from self.hand_offs.make(claim.block, claim.epoch, rollouts, token)
         return True
 
     def mark_done(self, claim: Claim) -> Steps[None]:
         """Marks a block done: every rollout of it is durable. Writes the finished mark after the last block.
 
         Raises:
-            LedgerError: the block was taken over; what this pod stored late does not count.
+            LedgerError: the block was taken over. What this pod stored late does not count.
         """
-        if not (yield from self._end(claim.block, claim.epoch + 1, self.sharing.given(claim.block))):
+        if not (yield from self._end(claim.block, claim.epoch + 1, self.hand_offs.count(claim.block))):
             raise LedgerError(
                 f"block {claim.block} was taken over from epoch {claim.epoch}; this pod was too slow to renew"
             )
@@ -326,25 +480,27 @@ class Rules(Lease):
         if not self.held:
             yield from self._finish()
 
-    def _end(self, block: int, epoch: int, given: int) -> Steps[bool]:
+    def _end(self, block: int, epoch: int, handed_off: int) -> Steps[bool]:
         me = self.identity.name
-        ended = self._owners.get((block, epoch)) == (me, given)  # the mark alone had failed
-        if not ended and not (yield from self._take(block, epoch, {"owner": me, "done": given}, every=f"done.{given}")):
-            return False
-        yield Touch(done_path(block, epoch, given))
-        return True
+        claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed at the mark
+        if not claimed:
+            content = {"owner": me, "done": handed_off}
+            claimed = yield from self._link(block, epoch, content, every=f"done.{handed_off}")
+        if claimed:
+            yield Touch(done_path(block, epoch, handed_off))
+        return claimed
 
     def _finish(self) -> Steps[bool]:
         return (yield from finish(self.identity.name, self._known))
 
 
-def _from(place: int, items: list[T]) -> list[T]:
-    """All of them, from a pod's own place on: pods that look at the same time do not all begin with the same one."""
+def _from(place: int, items: Sequence[T]) -> list[T]:
+    """Returns all items, starting at a pod's own place: pods that look at the same time start at different items."""
     place %= max(1, len(items))
-    return items[place:] + items[:place]
+    return [*items[place:], *items[:place]]
 
 
 def _number(pod: str) -> int:
-    """A number of a pod: that of an array's element, else one that its name gives."""
+    """Returns the number of a pod's array element, or else a number that its name gives."""
     element = re.search(r"_(\d+)(?:@|$)", pod)
     return int(element[1]) if element else zlib.crc32(pod.encode())

@@ -1,12 +1,13 @@
-"""The rules of the pod that looks at everything for all: one look at blocks, requests, consumers and every pod's lease.
-Pure."""
+"""A survey: one pod looks at blocks, requests, consumers and every pod's lease for all pods. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from megaflow_hpc.ledger.calls import Names, Steps, Touch
-from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
+from megaflow_hpc.ledger.hand_offs import NotYet, all_work_requests
 from megaflow_hpc.ledger.names import (
     CLAIMS,
     DONE,
@@ -23,70 +24,79 @@ from megaflow_hpc.ledger.names import (
     pairs,
 )
 from megaflow_hpc.ledger.report import Survey
-from megaflow_hpc.ledger.rules import Rules
-from megaflow_hpc.ledger.sharing import NotYet, requests_of_all
+from megaflow_hpc.ledger.rules import LedgerRules
 
-TOLD = 512
-"""Blocks of those who are gone that a survey names: every pod reads it. The others are named once these are taken."""
-
-
-class SurveyingRules(Rules):
-    """The rules of any pod, and those of one that surveys."""
-
-    def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
-        super().__init__(identity, times, pods)
-        self.live: set[str] = set()
-        """After :meth:`survey`: every ``<pod>.<start>`` that has neither ended nor is gone."""
-
-    def survey(self) -> Steps[Survey]:
-        """Looks at everything: which blocks may be claimed, who asks for work, whose lease has run out.
-
-        Marks whose lease has run out as gone, so that the others need not read it. Other operations may run between
-        the steps of this one.
-        """
-        gone = set((yield Names(GONE)))
-        for name in sorted((yield Names(LEASES))):
-            if name not in gone and not self.leases.get(name, {}).get("ended") and (yield from self._expired(name)):
-                gone.add(name)
-                yield Touch(f"{GONE}/{name}")
-        self.live = {name for name, lease in self.leases.items() if name not in gone and not lease.get("ended")}
-        done = done_blocks((yield Names(DONE)))
-        blocks = block_numbers((yield Names(TASKS)))
-        open_blocks = [block for block in blocks if block not in done]
-        claimed = latest((yield Names(CLAIMS)))
-        released = pairs((yield Names(RELEASED)))
-        newest = _newest(self.leases)
-        claimable = 0
-        orphans: list[tuple[int, int, str]] = []
-        for block in open_blocks:
-            epoch = claimed.get(block)
-            if epoch is None or (block, epoch) in released:
-                claimable += 1
-                continue
-            try:
-                owner, given = yield from self._owner(block, epoch)
-            except NotYet:
-                continue  # listed and not yet to be seen: a cache will let it through
-            if given is not None:
-                yield Touch(done_path(block, epoch, given))  # its pod may have died before it could
-                continue
-            claimable += owner in gone
-            if (owner in gone or _superseded(owner, newest)) and len(orphans) < TOLD:
-                orphans.append((block, epoch, owner))
-        requests = yield from requests_of_all()
-        yield from self.consumers.look()
-        still = 0 if all_done(done, blocks) else max(1, len(open_blocks))
-        return Survey(still, claimable, orphans, requests, self.consumers.opened, self.consumers.awaited)
+MAX_ORPHANS = 512
+"""Orphaned blocks that a survey names, because every pod reads it. The next surveys name the others."""
 
 
-def _newest(names: Iterable[str]) -> dict[str, str]:
-    """Pod → its latest start."""
-    found: dict[str, str] = {}
+@dataclass(frozen=True)
+class Surveyed:
+    """Everything that a survey found out."""
+
+    survey: Survey
+    """The part for all pods."""
+    leases: dict[str, dict[str, Any]]
+    """Content of every lease, by ``<pod>.<start>``."""
+    live: set[str]
+    """Every ``<pod>.<start>`` that has neither ended nor is gone."""
+
+
+def survey(rules: LedgerRules) -> Steps[Surveyed]:
+    """Looks at everything: which blocks may be claimed, who requests work, whose lease has expired.
+
+    Marks the pods whose lease has expired as gone, so that other pods need not read it. Other operations of ``rules``
+    may run between these steps.
+    """
+    gone = set((yield Names(GONE)))
+    for name in sorted((yield Names(LEASES))):
+        known = rules.leases.get(name)
+        if name in gone or (known is not None and known.content.get("ended")):
+            continue
+        if (yield from rules.expired(name)):
+            gone.add(name)
+            yield Touch(f"{GONE}/{name}")
+    leases = {name: lease.content for name, lease in rules.leases.items() if lease.content}
+    live = {name for name, content in leases.items() if name not in gone and not content.get("ended")}
+    done = done_blocks((yield Names(DONE)))
+    blocks = block_numbers((yield Names(TASKS)))
+    open_blocks = [block for block in blocks if block not in done]
+    claimed = latest((yield Names(CLAIMS)))
+    released = pairs((yield Names(RELEASED)))
+    newest = _newest_starts(leases)
+    claimable = 0
+    orphans: list[tuple[int, int, str]] = []
+    for block in open_blocks:
+        epoch = claimed.get(block)
+        if epoch is None or (block, epoch) in released:
+            claimable += 1
+            continue
+        try:
+            owner, handed_off = yield from rules.owner(block, epoch)
+        except NotYet:
+            continue
+        if handed_off is not None:
+            yield Touch(done_path(block, epoch, handed_off))  # its pod may have died before it could
+            continue
+        if owner in gone:
+            claimable += 1
+        if (owner in gone or _superseded(owner, newest)) and len(orphans) < MAX_ORPHANS:
+            orphans.append((block, epoch, owner))
+    requests = yield from all_work_requests()
+    yield from rules.consumers.look()
+    unfinished = 0 if all_done(done, blocks) else max(1, len(open_blocks))
+    consumers = rules.consumers
+    return Surveyed(Survey(unfinished, claimable, orphans, requests, consumers.opened, consumers.awaited), leases, live)
+
+
+def _newest_starts(names: Iterable[str]) -> dict[str, str]:
+    """Returns the latest start of each pod."""
+    newest: dict[str, str] = {}
     for name in names:
         pod, _, start = name.rpartition(".")
-        if pod not in found or earlier(found[pod], start):
-            found[pod] = start
-    return found
+        if pod not in newest or earlier(newest[pod], start):
+            newest[pod] = start
+    return newest
 
 
 def _superseded(name: str, newest: Mapping[str, str]) -> bool:

@@ -9,7 +9,7 @@ from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir.events import EventReader, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods import summary
-from megaflow_hpc.rundir.pods.summary import Summary, Wanted
+from megaflow_hpc.rundir.pods.summary import Summary, WantedPods
 
 
 class Backlog:
@@ -36,7 +36,7 @@ class Backlog:
             told += [event for event in events if isinstance(event, Summary)]
             ended += [event.id for event in events if isinstance(event, RolloutEvent)]
         if told:
-            wanted = Wanted(self._policy_of)
+            wanted = WantedPods(self._policy_of)
             for one in told:
                 ended += [*wanted.among(one.digests), *(rollout.id for rollout in one.ended_badly)]
         for rollout in (*self._ended, *ended):

@@ -14,7 +14,7 @@ from typing import Any
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, RolloutActivity, Transcript
+from megaflow_hpc.rundir.live import RENEW_S, LiveFiles, LiveStatus, PodLiveStatus, Transcript
 from megaflow_hpc.rundir.pods.running import Place
 from megaflow_hpc.types import VERIFIED
 
@@ -35,7 +35,7 @@ class RolloutRow:
     """Where its last attempt runs, or ran; ``None`` where no event tells."""
     seconds: float
     """Since the attempt began; of a stored one what it took."""
-    activity: RolloutActivity | None = None
+    live: LiveStatus | None = None
     """Of one that runs, where its pod tells."""
     stored: RolloutEvent | None = None
 
@@ -44,12 +44,12 @@ class RolloutRow:
         """Model calls; ``None`` where nobody tells."""
         if self.stored is not None:
             return self.stored.turns
-        return self.activity.calls if self.activity else None
+        return self.live.calls if self.live else None
 
     @property
     def stuck(self) -> bool:
         """Whether it runs, and nothing was heard of it for :data:`STUCK_S`."""
-        return self.activity is not None and self.activity.quiet_s > STUCK_S
+        return self.live is not None and self.live.quiet_s > STUCK_S
 
 
 class Rollouts(Sequence[RolloutRow]):
@@ -68,12 +68,12 @@ class Rollouts(Sequence[RolloutRow]):
         running: Sequence[Place],
         stored: Sequence[RolloutEvent],
         last: Mapping[str, Place],
-        activities: Mapping[str, RolloutActivity],
+        live: Mapping[str, LiveStatus],
         silent: Collection[str],
         now: float,
     ) -> None:
         self._running, self._stored, self._last = running, stored, last
-        self._activities, self._silent, self._now = activities, silent, now
+        self._live, self._silent, self._now = live, silent, now
         self.ids = [place.id for place in running] + [event.id for event in stored]
         """By row."""
 
@@ -87,7 +87,7 @@ class Rollouts(Sequence[RolloutRow]):
             place = self._running[row]
             elapsed_s = max(0.0, self._now - place.began_at)
             state = "silent" if place.pod in self._silent else "running"
-            return RolloutRow(place.id, state, place, elapsed_s, self._activities.get(place.id))
+            return RolloutRow(place.id, state, place, elapsed_s, self._live.get(place.id))
         event = self._stored[row - len(self._running)]
         return RolloutRow(event.id, event.status, self._last.get(event.id), event.seconds, stored=event)
 
@@ -112,16 +112,16 @@ class Rollouts(Sequence[RolloutRow]):
             if (not failed or event.status in ("failed", "cancelled"))
             and fits(event.id, event.status, event.kind, event.error)
         ]
-        return Rollouts(running, stored, self._last, self._activities, self._silent, self._now)
+        return Rollouts(running, stored, self._last, self._live, self._silent, self._now)
 
     @property
     def stuck(self) -> int:
         """How many of those of which pods tell are stuck."""
-        return sum(activity.quiet_s > STUCK_S for activity in self._activities.values())
+        return sum(live.quiet_s > STUCK_S for live in self._live.values())
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """What was seen at one look."""
 
     status: Mapping[str, Any]
@@ -152,7 +152,7 @@ class Live:
     def __post_init__(self) -> None:
         self._files = LiveFiles(self.run, self.clock)
 
-    def look(self, status: Mapping[str, Any]) -> Snapshot:
+    def look(self, status: Mapping[str, Any]) -> RunSnapshot:
         """Returns what there is to see.
 
         Args:
@@ -164,14 +164,18 @@ class Live:
         wanted = {*self.shown, opened} - {""}
         asked = [place for place in running if place.id in wanted]
         self._ask([place.id for place in asked], opened if any(place.id == opened for place in asked) else "")
-        told = [said for pod in sorted({place.pod for place in asked}) if (said := self._files.activity(pod))]
-        activities = {rollout: activity for said in told for rollout, activity in said.rollouts.items()}
-        transcripts = [said.transcripts[opened] for said in told if opened in said.transcripts]
+        live: dict[str, LiveStatus] = {}
+        transcripts: list[Transcript] = []
+        for pod in sorted({place.pod for place in asked}):
+            shown = self._files.status(pod) or PodLiveStatus()
+            live |= shown.rollouts
+            if opened in shown.transcripts:
+                transcripts.append(shown.transcripts[opened])
         stored = list(reversed(self.monitor.rollouts.values()))
         silent = {pod["pod"] for pod in status["pods"] if pod["state"] == "silent"}
-        rollouts = Rollouts(running, stored, self.monitor.running.last, activities, silent, time.time())
+        rollouts = Rollouts(running, stored, self.monitor.running.last, live, silent, time.time())
         unlisted = sum(status["rollouts"][state] for state in VERIFIED) - sum(e.status in VERIFIED for e in stored)
-        return Snapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
+        return RunSnapshot(status, rollouts, transcripts[0] if transcripts else None, self._unasked, max(0, unlisted))
 
     def leave(self) -> None:
         """Asks for nothing any more. Raises OSError."""

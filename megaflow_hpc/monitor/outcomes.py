@@ -14,7 +14,7 @@ from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.rundir.events import RolloutEvent
-from megaflow_hpc.rundir.pods.summary import RECENT_S, Summary, Wanted, policy_of
+from megaflow_hpc.rundir.pods.summary import RECENT_S, Summary, WantedPods, policy_of
 from megaflow_hpc.types import VERIFIED, without_round
 
 
@@ -82,7 +82,7 @@ class Outcomes:
         """
         ended, self._ended = self._ended, []
         if self._digests:
-            doubtful = Wanted((*running, *self._kept))
+            doubtful = WantedPods((*running, *self._kept))
             ended += [rollout for digests in self._digests for rollout in doubtful.among(digests)]
             self._digests = []
         for rollout in ended:

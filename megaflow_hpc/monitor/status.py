@@ -16,7 +16,7 @@ from typing import Any
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
+from megaflow_hpc.ledger.leader import COORDINATOR, Leader
 from megaflow_hpc.ledger.report import FEW, Progress, process_here, progress_of, reported
 from megaflow_hpc.monitor.causes import broken_verifiers, causes
 from megaflow_hpc.monitor.engines import servers
@@ -62,7 +62,7 @@ class Monitor:
         self._pods: dict[str, PodView] = {}
         self._processes: dict[str, Identity] = {}
         """Of pods that run on this host outside of Slurm, or did."""
-        self._coordinator = LeaderLease(run, COORDINATOR)
+        self._coordinator = Leader(run, COORDINATOR)
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
         """Which rollouts run, and where."""

@@ -18,7 +18,7 @@ ROUNDED_S = 1.0
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTime:
     """Cores and GPUs that one job held from one time to another."""
 
     span: Span
@@ -27,7 +27,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class JobUse(Held):
+class JobUse(HeldTime):
     """One start of one job: what it held, and what it used of that where accounting knows."""
 
     job: str

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.mpi import network_variables
 from megaflow_hpc.host.process import mapped_files
-from megaflow_hpc.host.wire import Link, Message, pack, packer, unpack_all
+from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 
 TAG = 77
 SWEEP = 1024
@@ -43,7 +43,7 @@ class Comm(Protocol):
     size: int
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> WireLink | None:
         """Where there is one, ``select`` can wait by it for messages."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
@@ -101,7 +101,7 @@ class MpiComm:
     Making one initialises MPI and waits for every rank; the process is ended by SIGALRM after :data:`INIT_S`.
     """
 
-    link: Link | None = None
+    link: WireLink | None = None
 
     def __init__(self) -> None:
         import mpi4py
@@ -270,7 +270,7 @@ class ChildComm:
     rank = 0
     size = 2
 
-    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, link: WireLink, clock: Callable[[], float] = time.monotonic) -> None:
         self.link, self._clock = link, clock
         self._gone = False
         self._beaten = clock()
@@ -331,6 +331,6 @@ class Backoff:
             self._sleep_s = min(LONG_S, max(SHORT_S, (self._clock() - self._since) / 50))
         return self._sleep_s
 
-    def sleep(self, link: Link | None = None) -> None:
+    def sleep(self, link: WireLink | None = None) -> None:
         """Sleeps; returns at once when ``link`` has data."""
         select.select([link] if link else [], [], [], self.next_s())

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from megaflow_hpc.host.wire import Link
+from megaflow_hpc.host.wire import WireLink
 from megaflow_hpc.pod.comm import BEAT_S, Backoff, MpiComm
 from megaflow_hpc.pod.messages import BEAT, STOP
 from megaflow_hpc.texts import printable
@@ -23,7 +23,7 @@ STOP_S = 20.0
 PRIVATE = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
 
 
-def start_runner() -> tuple[subprocess.Popen[bytes], Link]:
+def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
     """Starts the runner; call before MPI is initialised. It ends when this process does (end-of-file on its socket)."""
     ours, theirs = socket.socketpair()
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
@@ -35,10 +35,10 @@ def start_runner() -> tuple[subprocess.Popen[bytes], Link]:
         start_new_session=True,  # a terminal's Ctrl-C and a step's signals are the master's business
     )
     theirs.close()
-    return process, Link(ours)
+    return process, WireLink(ours)
 
 
-def stop_runner(process: subprocess.Popen[bytes], link: Link) -> None:
+def stop_runner(process: subprocess.Popen[bytes], link: WireLink) -> None:
     """Closes the runner's socket, waits :data:`STOP_S` for its end, and then kills it."""
     link.close()
     try:
@@ -55,7 +55,7 @@ def master_lost(comm: MpiComm, silent_s: float) -> str:
     return f"nothing from rank 0 for {MASTER_LOST_S:.0f} s" if silent_s > MASTER_LOST_S else ""
 
 
-def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: Link) -> bool:
+def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bool:
     """Runs the loop of a worker rank; returns when it has nothing more to do, and whether rank 0 is still there."""
     backoff = Backoff()
     heard = beaten = time.monotonic()

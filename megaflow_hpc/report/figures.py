@@ -26,8 +26,8 @@ from megaflow_hpc.report.pods import Events, read_events
 from megaflow_hpc.report.policies import (
     STATES,
     LatencyStage,
-    Phase,
     PolicyFigures,
+    RolloutPhase,
     TaskFigures,
     phases_of,
     policy_figures,
@@ -66,7 +66,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """Seconds from the moment when 95 % of the rollouts had ended to the end of the last one."""
     rollouts_per_hour: float
     policies: list[PolicyFigures]
-    phases: list[Phase]
+    phases: list[RolloutPhase]
     stages: list[LatencyStage]
     """Empty if rollouts are added while the campaign runs, or if its planning time is unknown."""
     unphased: int

@@ -22,7 +22,7 @@ in failed attempts. Environment startup lasts until the agent begins. Task execu
 STATES = ("completed", "truncated", "failed", "cancelled")
 
 
-class Phase(msgspec.Struct, kw_only=True):
+class RolloutPhase(msgspec.Struct, kw_only=True):
     """One phase of a policy's rollouts."""
 
     policy: str
@@ -132,7 +132,7 @@ def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig
     )
 
 
-def phases_of(rows: RolloutColumns) -> list[Phase]:
+def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
     """Returns the phases of every policy, over rollouts that were carried out and have recorded phases."""
     found = []
     for policy in rows.policy.names:
@@ -146,7 +146,9 @@ def phases_of(rows: RolloutColumns) -> list[Phase]:
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
         total = float(sum(values.sum() for values in parts.values())) or 1.0
         found += [
-            Phase(policy=policy, phase=name, seconds=spread(values), share=significant(float(values.sum()) / total))
+            RolloutPhase(
+                policy=policy, phase=name, seconds=spread(values), share=significant(float(values.sum()) / total)
+            )
             for name, values in parts.items()
         ]
     return found

@@ -8,7 +8,7 @@
     <policy>.<n>.failed.json    :class:`FailedServer`: gave up
     .<policy>.<n>.admin         :class:`AdminKey`: opens the paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that is this policy's model
-    .listing                    :class:`Listing`: all of them as one pod found them, so that not each lists them
+    .listing                    :class:`EndpointListing`: all of them as one pod found them, so that not each lists them
 
 Every file is replaced by rename, with mode 0600. A later start of the same array element may have published its own,
 so a start withdraws only what carries its ``start``. Readers skip a file that is just being withdrawn or is damaged.
@@ -111,7 +111,7 @@ class PoolMembership(msgspec.Struct, kw_only=True):
     key: str
 
 
-class Listing(msgspec.Struct, kw_only=True):
+class EndpointListing(msgspec.Struct, kw_only=True):
     """The engines as one pod listed them for all."""
 
     generation: str
@@ -194,13 +194,13 @@ class EndpointFiles:
         """Publishes that an engine pool is a policy's model, with the key to it."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
-    def publish_listing(self, listing: Listing) -> None:
+    def publish_listing(self, listing: EndpointListing) -> None:
         """Publishes what one pod found, for all."""
         self._write(self._folder / LISTING, listing)
 
-    def listing(self) -> Listing | None:
+    def listing(self) -> EndpointListing | None:
         """Returns what a pod found for all; ``None`` where none has."""
-        return try_read_json(self._folder / LISTING, Listing)
+        return try_read_json(self._folder / LISTING, EndpointListing)
 
     def withdraw(self, server: str, start: str) -> bool:
         """Withdraws what this start of a server published; False where a later start has published its own."""

@@ -1,12 +1,12 @@
-"""``RUN/live``: what is known of rollouts while they run, for whoever looks, and only while somebody does.
+"""``RUN/live``: live status of running rollouts, written only while a viewer asks for it.
 
 ::
 
-    <host>.<process>.ask    :class:`Ask`: rollouts that a viewer shows; it writes this anew every few seconds
-    <pod>.<start>.json      :class:`PodActivity`: what that pod knows of those which run there
+    <host>.<process>.ask    :class:`Ask`: rollouts that a viewer shows; the viewer renews it every few seconds
+    <pod>.<start>.json      :class:`PodLiveStatus`: status of those rollouts that run in that pod
 
-Pods look for viewers every few seconds, or one pod for all where they are many. A viewer whose counter stands still is
-taken for gone, by the pod's own clock. Nothing depends on these files; the last pod removes them.
+Pods poll for viewers every few seconds; of many pods, one polls for all. A viewer whose counter does not change is
+assumed gone, by the pod's own clock. Nothing depends on these files, and the last pod removes them.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 RENEW_S = 10.0
-"""How often a viewer writes its ask anew."""
-LOOK_S = 3.0
-"""How often pods look for viewers; a person waits for the answer."""
+"""Interval at which a viewer renews its ask."""
+POLL_INTERVAL_S = 3.0
+"""Interval at which pods poll for viewers. A person waits for the answer."""
 STALE_S = 45.0
-"""A viewer whose counter stood still for so long is gone."""
-LITTER_S = 600.0
-"""Then what it left is removed."""
-MOST_ROLLOUTS = 128
-"""Rollouts that all viewers together are told of."""
-MOST_TRANSCRIPTS = 4
+"""A viewer whose counter did not change for this long is gone."""
+STALE_VIEWER_CLEANUP_S = 600.0
+"""Delete a vanished viewer's file after this many seconds."""
+MAX_ROLLOUTS = 128
+"""Rollouts that all viewers together may ask about."""
+MAX_TRANSCRIPTS = 4
 MAX_BYTES = 8 << 20
 """Largest file that is read."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
-    """What one viewer wants to know."""
+    """The question of one viewer."""
 
     counter: Count
     rollouts: list[str] = []
-    """Those on its screen."""
+    """Rollouts on its screen."""
     transcript: str = ""
-    """The one that it looks into."""
+    """The rollout whose conversation it shows."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What all viewers together want to know; bounded."""
+    """The questions of all viewers together, bounded."""
 
     rollouts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
@@ -61,35 +61,38 @@ class Asked(msgspec.Struct, frozen=True):
         return bool(self.rollouts or self.transcripts)
 
 
-class RolloutActivity(msgspec.Struct):
-    """How far a rollout is."""
+class LiveStatus(msgspec.Struct):
+    """Live status of one rollout."""
 
     calls: Count
-    """Model calls that were answered."""
+    """Answered model calls."""
     tokens: Count
-    """Tokens that were sampled for it."""
+    """Sampled tokens."""
     waits: bool
-    """Whether a call waits for its answer."""
+    """A model call waits for its answer."""
     quiet_s: Number
-    """Seconds since that changed."""
+    """Seconds since these values changed."""
 
 
 class Transcript(msgspec.Struct):
-    """The end of a conversation, as it is now."""
+    """The current end of a conversation."""
 
     calls: Count
-    """Model calls that were answered."""
+    """Answered model calls."""
     messages: list[tuple[str, str]]
-    """Role and text."""
+    """Role and text of each message."""
     left_out: Count = 0
-    """Messages before these."""
+    """Number of earlier messages."""
 
 
-class PodActivity(msgspec.Struct):
-    """What a pod knows of the rollouts that viewers ask for and that run there."""
+class PodLiveStatus(msgspec.Struct):
+    """Live status of the rollouts that viewers ask about and that run in one pod."""
 
-    rollouts: dict[str, RolloutActivity] = {}
+    rollouts: dict[str, LiveStatus] = {}
     transcripts: dict[str, Transcript] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.rollouts or self.transcripts)
 
 
 class LiveFiles:
@@ -102,38 +105,38 @@ class LiveFiles:
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = run.live, clock
         self._viewers: dict[str, tuple[int, float]] = {}
-        """Viewer → its counter, and when that was seen first."""
+        """Viewer → its counter, and when the counter was first seen."""
         self._own = re.sub(r"[^\w.-]", "_", f"{os.uname().nodename}.{os.getpid()}.ask")
         self._counter = 0
 
-    # --- a viewer's ---
+    # --- for viewers ---
 
     def ask(self, rollouts: list[str], transcript: str = "") -> None:
-        """Asks for what is known of some rollouts, and goes on asking: to be called every :data:`RENEW_S`.
+        """Asks for the live status of some rollouts. Call it every :data:`RENEW_S` to keep asking.
 
         Raises:
-            OSError: this user may not write to the run directory, or nobody can now.
+            OSError: the run directory cannot be written, at all or by this user.
         """
-        if self._folder.parent.stat().st_uid != os.getuid():  # root may write, and its files would be in the way
+        if self._folder.parent.stat().st_uid != os.getuid():  # also for root, whose files the owner could not remove
             raise PermissionError(errno.EPERM, "pods are asked by the run's owner alone")
         self._counter += 1
-        said = Ask(counter=self._counter, rollouts=rollouts[:MOST_ROLLOUTS], transcript=transcript)
+        ask = Ask(counter=self._counter, rollouts=rollouts[:MAX_ROLLOUTS], transcript=transcript)
         with without_links(self._folder) as folder:
-            write_atomic(folder / self._own, msgspec.json.encode(said))
+            write_atomic(folder / self._own, msgspec.json.encode(ask))
 
     def leave(self) -> None:
-        """Asks for nothing any more. Raises OSError."""
+        """Stops asking. Raises OSError."""
         if self._counter:
             (self._folder / self._own).unlink(missing_ok=True)
 
-    def activity(self, pod: str) -> PodActivity | None:
-        """Returns what a pod (``<pod>.<start>``) shows; ``None`` while it shows nothing."""
-        return try_read_json(self._folder / f"{pod}.json", PodActivity, MAX_BYTES)
+    def status(self, pod: str) -> PodLiveStatus | None:
+        """Returns the live status that a pod (``<pod>.<start>``) shows, ``None`` while it shows none."""
+        return try_read_json(self._folder / f"{pod}.json", PodLiveStatus, MAX_BYTES)
 
-    # --- a pod's ---
+    # --- for pods ---
 
     def asked(self) -> Asked:
-        """Returns what viewers want to know now: one listing, and one read for each viewer. Raises OSError."""
+        """Returns what viewers ask for. Costs one listing, and one read for each viewer. Raises OSError."""
         try:
             names = {name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")}
         except FileNotFoundError:
@@ -146,25 +149,25 @@ class LiveFiles:
             counter, since = self._viewers.setdefault(name, (-1, self._clock()))
             if ask is not None and ask.counter != counter:
                 counter, since = self._viewers[name] = ask.counter, self._clock()
-            still_s = self._clock() - since
-            if ask is not None and still_s < STALE_S:
+            unchanged_s = self._clock() - since
+            if ask is not None and unchanged_s < STALE_S:
                 rollouts += ask.rollouts
                 transcripts += [ask.transcript] if ask.transcript else []
-            elif still_s > LITTER_S:
+            elif unchanged_s > STALE_VIEWER_CLEANUP_S:
                 (self._folder / name).unlink(missing_ok=True)
-        return Asked(tuple(sorted({*rollouts}))[:MOST_ROLLOUTS], tuple(sorted({*transcripts}))[:MOST_TRANSCRIPTS])
+        return Asked(tuple(sorted({*rollouts}))[:MAX_ROLLOUTS], tuple(sorted({*transcripts}))[:MAX_TRANSCRIPTS])
 
-    def publish(self, pod: str, activity: PodActivity | None) -> None:
-        """Shows what a pod knows; ``None`` takes it away. Raises OSError."""
+    def publish(self, pod: str, status: PodLiveStatus) -> None:
+        """Shows the live status of a pod. An empty status withdraws the last one. Raises OSError."""
         path = self._folder / f"{pod}.json"
-        if activity is None:
-            path.unlink(missing_ok=True)
+        if status:
+            write_atomic(path, _encode(status))
         else:
-            write_atomic(path, _encode(activity))
+            path.unlink(missing_ok=True)
 
 
 class Viewers:
-    """Who looks at the run now, and what they are shown of one pod. A disk that refuses these files stops nothing.
+    """The viewers of a run, as one pod serves them. A disk that refuses these files stops nothing.
 
     Args:
         pod: ``<pod>.<start>``.
@@ -172,44 +175,41 @@ class Viewers:
 
     def __init__(self, run: RunDir, pod: str) -> None:
         self._run, self._pod, self._files = run, pod, LiveFiles(run)
-        self._asked, self._shown = Asked(), False
-        self._looked_at = 0.0
+        self.asked = Asked()
+        """The rollouts that viewers asked for at the last poll."""
+        self._shows = False
+        self._polled_at = 0.0
 
-    def look(self, find: Callable[[], Asked]) -> Asked | None:
-        """Calls ``find`` when that is due; returns what viewers want to know where that has changed."""
-        if time.monotonic() - self._looked_at < LOOK_S:
-            return None
-        self._looked_at = time.monotonic()
-        with suppress(OSError):
-            if (asked := find()) != self._asked:
-                self._asked = asked
-                return asked
-        return None
+    def poll(self, find: Callable[[], Asked]) -> None:
+        """Updates :attr:`asked` by ``find`` when that is due."""
+        if time.monotonic() - self._polled_at >= POLL_INTERVAL_S:
+            self._polled_at = time.monotonic()
+            with suppress(OSError):
+                self.asked = find()
 
-    def show(self, activity: PodActivity | None) -> None:
-        """Publishes what this pod knows; ``None`` takes it away."""
-        if activity is None and not self._shown:
-            return
-        self._shown = activity is not None
-        with suppress(OSError):
-            self._files.publish(self._pod, activity)
+    def show(self, status: PodLiveStatus) -> None:
+        """Shows the live status of this pod. An empty status withdraws the last one."""
+        if status or self._shows:
+            self._shows = bool(status)
+            with suppress(OSError):
+                self._files.publish(self._pod, status)
 
     def leave(self) -> None:
-        """Takes away what this pod has shown."""
-        self.show(None)
+        """Withdraws the live status of this pod."""
+        self.show(PodLiveStatus())
 
     def clear(self) -> None:
-        """Removes what everybody has shown and asked for: nothing runs any more."""
+        """Removes the files of all pods and viewers, because nothing runs any more."""
         remove_tree(self._run.live, ignore_errors=True)
 
 
-def _encode(activity: PodActivity) -> bytes:
+def _encode(status: PodLiveStatus) -> bytes:
     try:
-        return msgspec.json.encode(activity)
-    except UnicodeEncodeError:  # lone surrogates, of a program's output that is no text
-        for transcript in activity.transcripts.values():
+        return msgspec.json.encode(status)
+    except UnicodeEncodeError:  # a program wrote lone surrogates
+        for transcript in status.transcripts.values():
             transcript.messages = [(_text(role), _text(text)) for role, text in transcript.messages]
-        return msgspec.json.encode(activity)
+        return msgspec.json.encode(status)
 
 
 def _text(text: str) -> str:

@@ -1,20 +1,20 @@
-"""Mark files: files whose presence is the message.
+"""Flag files: files whose existence is the message. Batch scripts of a run call this module by its name.
 
 ::
 
-    RUN/ledger/finished         so many blocks are done, and that was all; the pod that finished the last one writes it
-    RUN/ledger/open/<consumer>  a consumer may add blocks: while it is there the campaign is not finished
-    RUN/ledger/cancelled        the campaign was cancelled, with these consumers; ``resume`` removes it
+    RUN/ledger/finished         all blocks are done, and this is their number; the pod that ends the last one writes it
+    RUN/ledger/open/<consumer>  the lease of a consumer, who may add blocks: the campaign is not finished
+    RUN/ledger/cancelled        the campaign was cancelled, and these were its consumers; ``resume`` removes the file
     RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
     RUN/ledger/unstarted/<pod>  its last start ended before rank 0 had its lease: node, exit status, log and its end
-    RUN/ledger/mpi[@<cluster>]  the type of srun --mpi by which ranks found each other after another had failed
+    RUN/ledger/mpi[@<cluster>]  the type of srun --mpi by which ranks found each other after another type had failed
 
-The batch shell of a pod and its rank 0 talk by two files in a directory of their own (``MEGAFLOW_POD_DIR``)::
+The batch shell of a pod and its rank 0 exchange files in a private directory (``MEGAFLOW_POD_DIR``)::
 
-    drain                       the pod shall drain; holds why, one of :data:`WHY_DRAIN`, or nothing
+    drain                       the pod must drain; holds one of :data:`WHY_DRAIN`, or nothing
     state                       the pod's last word, one of :data:`LAST_WORDS`
-    progress                    this start has stored something: it was not in vain
-    world                       the ranks have found each other: what fails from now on is not the type of srun --mpi
+    progress                    this start has stored something, so it was not in vain
+    world                       the ranks have found each other, so later failures are not due to the type of srun --mpi
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
 FINISHED = "ledger/finished"
-"""Path of the finished mark in the run directory; the ledger's rules publish it."""
+"""Path of the finished mark in the run directory. The ledger's rules publish it."""
 OPEN = "ledger/open"
 """Path of the directory of open leases in the run directory."""
 _PLANNED = re.compile(r"\d{6}\.json\Z")
@@ -48,18 +48,17 @@ WHY_DRAIN = {
     "stopped": "the run was interrupted",
     "leaving": "asked to leave, by scale",
 }
-"""Words of the drain file, and what they mean; under ``now`` and ``cancelled`` Slurm kills the step soon."""
+"""Words of the drain file and their meaning. After ``now`` and ``cancelled`` Slurm kills the step soon."""
 STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
-"""All rollouts are stored; blocks were given back; nothing more is started (a limit); another pod took the blocks."""
+"""All rollouts are stored; blocks were given back; a limit stopped the pod; another pod took the blocks."""
 ORDERLY = LAST_WORDS[:3]
-"""The last words of a pod that ended as it should."""
-
+"""Last words of a pod that ended as it should."""
 
 CAUSES = ("pod: ", "trainer: ", "giving up: ", "Error: ", "srun: error: ", "slurmstepd: error: ", "error")
-"""Where one of these stands in a line, it says more than the last line does, the first of them the most."""
+"""Parts of log lines that explain the end better than the last line does. The first one explains most."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,10 @@ class Unstarted:
     pod: str
     node: str
     exit_status: int
-    """Of srun."""
+    """Exit status of srun."""
     log: str
     cause: str
-    """The line of the log that says why, as far as that can be told."""
+    """The line of the log that tells most about the cause."""
 
 
 class CancelledMark(msgspec.Struct):
@@ -83,7 +82,7 @@ class CancelledMark(msgspec.Struct):
 
 
 class Marks:
-    """The mark files of one run."""
+    """The flag files of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self._finished, self._cancelled = run.path / FINISHED, run.ledger / "cancelled"
@@ -94,7 +93,7 @@ class Marks:
 
     @property
     def finished(self) -> bool:
-        """Whether every block is done, and nobody may add some. A stat, and two listings where there is a mark."""
+        """Every block is done and no consumer may add some. Costs a read, and two listings if there is a mark."""
         try:
             said = json.loads(read_regular(self._finished) or b"{}")
         except FileNotFoundError:
@@ -119,7 +118,7 @@ class Marks:
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
-        """Marks the campaign as cancelled, and closes it to consumers; the mark remembers which there were."""
+        """Marks the campaign as cancelled, and closes it to consumers. The mark remembers them."""
         consumers = sorted({*self.closed, *self.open})
         write_record(self._cancelled, CancelledMark(consumers))
         for consumer in consumers:
@@ -138,7 +137,7 @@ class Marks:
         self._cancelled.unlink(missing_ok=True)
 
     def leave(self, pod: str) -> None:
-        """Marks an element of a pod array (``123_4``) as leaving: it is not requeued when it has drained."""
+        """Marks an element of a pod array (``123_4``) as leaving. It is not requeued when it has drained."""
         make_directory(self._leaving)
         (self._leaving / pod).touch()
 
@@ -147,7 +146,7 @@ class Marks:
         return {path.name for path in self._leaving.glob("*")}
 
     def unstarted(self) -> list[Unstarted]:
-        """Returns the pods of which no start ever got as far as to its lease."""
+        """Returns the pods of which no start ever wrote a lease."""
         found = []
         paths = sorted(self._unstarted.glob("[!.]*"))
         started = {lease.name.rpartition(".")[0] for lease in self._leases.glob("*")} if paths else set()
@@ -161,27 +160,27 @@ class Marks:
         return found
 
     def forget_unstarted(self) -> None:
-        """Forgets them: they are about to be started anew."""
+        """Removes these flags before the pods are started again."""
         for path in self._unstarted.glob("*"):
             path.unlink(missing_ok=True)
 
 
 def planned(names: Iterable[str]) -> int:
-    """Returns how many of the names in ``tasks/`` are blocks that no pod handed off: those have a digit more."""
+    """Returns how many of the names in ``tasks/`` are planned blocks. Handed-off blocks have one digit more."""
     return sum(_PLANNED.match(name) is not None for name in names)
 
 
 def counts(said: Mapping[str, object] | None, blocks: int) -> bool:
-    """Tells whether a finished mark speaks of all blocks that there are; one of before marks had numbers does.
+    """Tells whether a finished mark is about all blocks. An old mark without a number is.
 
     Args:
-        blocks: how many there are, those aside that pods handed off.
+        blocks: number of blocks, without handed-off ones.
     """
     return said is not None and said.get("blocks", blocks) == blocks
 
 
 def cause(lines: Sequence[str]) -> str:
-    """Returns the line of a log's end that says most about why it ended."""
+    """Returns the line of a log's end that tells most about the cause."""
     said = [line.strip() for line in lines if line.strip()]
     for mark in CAUSES:
         if found := [line for line in said if mark in line]:

@@ -13,7 +13,6 @@ submit do not overwrite each other's; what a killed process had queued and not w
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ import msgspec
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
+from megaflow_hpc.host.locks import locked
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
@@ -210,9 +210,9 @@ class Arrays:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Lets one process of this user at a time change the number of jobs, as far as the file system can lock."""
-        with open(self.run.ledger / "jobs.lock", "w") as file:
+        with contextlib.ExitStack() as lock:
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock.enter_context(locked(self.run.ledger / "jobs.lock"))
             yield
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
-from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, Rules, Sifted
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, KeepRules, Sifted
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
@@ -113,7 +113,7 @@ class JudgedLayer:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         return f"\n--- changes that the tests did not see: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
 
-    def _depends(self) -> tuple[bool, Rules | None]:
+    def _depends(self) -> tuple[bool, KeepRules | None]:
         """Returns those settings of the tests' container that depend on environment variables."""
         return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules()
 
@@ -122,10 +122,10 @@ class JudgedLayer:
         hidden = f"{home}/." if home else "."
         return any(f"{home}/".startswith(f"{path}/") or path.startswith(hidden) for path in self._kept)
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> KeepRules:
         home = self._variables["HOME"].strip("/")
         loaded = (value for name, value in self._variables.items() if name.endswith(_LOADED) and name not in _OTHERS)
-        return Rules(
+        return KeepRules(
             kept=sorted(set(self._kept)),
             additions=not self._context.fresh,
             everywhere=self._everywhere and not self._context.fresh,

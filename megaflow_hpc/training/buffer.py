@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.microbatch import Ordinal
 from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
-from megaflow_hpc.trajectories.journal.winners import Entry, Index
+from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout
@@ -74,7 +74,7 @@ class Buffer:
         self._held_out = held_out
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
-        self._unread: deque[Entry] = deque()
+        self._unread: deque[RecordEntry] = deque()
         """What the follower has returned and is not read yet; the cursor is behind it already."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
@@ -228,7 +228,7 @@ class Sequences:
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
         """Reads a whole rollout, and returns the policy's sequences of it too; raises as :meth:`at`."""
-        trajectory = self._journals.load(Entry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
+        trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
         found = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
         self._tokens -= _tokens(self._kept.pop(place, []))
         self._kept[place] = found

@@ -349,10 +349,7 @@ def _rootfs(image: Path) -> Path:
         async with ApptainerProvider() as provider:
             return await provider.stage(str(image))
 
-    found = Path(asyncio.run(stage()))
-    if not found.is_dir():
-        raise LeftOut(f"{image}: is not unpacked here; set MEGAFLOW_IMAGE_FORM=tree")
-    return found
+    return Path(asyncio.run(stage()))
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------

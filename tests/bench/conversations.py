@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaflow_hpc.model.engines.scripted.script import Answer, ToolCall
+from megaflow_hpc.model.engines.scripted.script import ScriptedAnswer, ToolCall
 from tests.bench.figures import Figure, median
 
 TOOLS = ("bash", "edit")
@@ -137,13 +137,13 @@ class RandomScript:
         values: dict[str, Any] = {"command": self.text(6), "path": "/a b", "count": 3, "flags": [True, None, "x"]}
         return {name: values[name] for name in chosen}
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> Answer:
+    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> ScriptedAnswer:
         calls = tuple(
             ToolCall(self._random.choice(list(tools)), self.arguments())
             for _ in range(self._random.choice((0, 1, 1, 2)) if tools else 0)
         )
         text = self.text(12) if not calls or self._random.random() < 0.7 else ""
-        return Answer(text, calls=calls, reasoning=self.text(8) if self._random.random() < 0.5 else "")
+        return ScriptedAnswer(text, calls=calls, reasoning=self.text(8) if self._random.random() < 0.5 else "")
 
 
 @dataclass

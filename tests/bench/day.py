@@ -30,7 +30,7 @@ from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, StartEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.live import LOOK_S as VIEWERS_S
+from megaflow_hpc.rundir.live import POLL_INTERVAL_S as VIEWERS_S
 from megaflow_hpc.rundir.live import Viewers
 from megaflow_hpc.rundir.pods.condenser import SummaryWriter
 from megaflow_hpc.rundir.record import RunRecord, read_run, write_run

@@ -18,7 +18,7 @@ from megaflow_hpc.types import Rollout
 
 if TYPE_CHECKING:
     from megaflow_hpc.pod.comm import Comm
-    from megaflow_hpc.pod.master.settings import Pod
+    from megaflow_hpc.pod.master.pod import Pod
 
 
 def plan(path: Path, count: int) -> None:
@@ -37,7 +37,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
     from megaflow_hpc.host.process import Identity
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
     from megaflow_hpc.ledger.tasks import with_images
-    from megaflow_hpc.pod.master.settings import Pod
+    from megaflow_hpc.pod.master.pod import Pod
     from megaflow_hpc.rundir.events import EventWriter
     from megaflow_hpc.trajectories.journal.writer import JournalWriter
 

@@ -1,6 +1,6 @@
 """One rank of the benchmark ``images``: takes leases on images, holds them as long as it is told, stages ahead.
 
-``python -m tests.bench.image_rank CACHE BYTES SLOTS FORM``; JSON lines on standard input and output.
+``python -m tests.bench.image_rank CACHE BYTES SLOTS``; JSON lines on standard input and output.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.parts import Form
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.host.apptainer import find_apptainer
 
 
-def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
+def main(cache_dir: str, budget: str, slots: str) -> None:
     """Carries out what standard input says, until it ends; the arguments are those of the command line."""
     cache = ImageCache(Path(cache_dir), find_apptainer(), budget_bytes=int(budget), budget_inodes=1 << 40)
     speaking = threading.Lock()
@@ -31,9 +29,9 @@ def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
     def rollout(message: dict[str, Any]) -> None:
         began = time.monotonic()
         try:
-            lease = cache.ready(message["image"], form)
+            lease = cache.ready(message["image"])
             here = lease is not None
-            lease = lease or cache.acquire(message["image"], form)
+            lease = lease or cache.acquire(message["image"])
             waited = time.monotonic() - began
             time.sleep(message["hold_s"])
             lease.release()
@@ -42,7 +40,7 @@ def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
             return
         say({"id": message["id"], "waited_s": waited, "here": here})
 
-    ahead = Prefetcher(cache, lambda _: form)
+    ahead = Prefetcher(cache, lambda _: False)
     with ThreadPoolExecutor(int(slots)) as rollouts:
         for line in sys.stdin:
             message = json.loads(line)
@@ -55,4 +53,4 @@ def main(cache_dir: str, budget: str, slots: str, form: Form) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])  # type: ignore[arg-type]
+    main(*sys.argv[1:])

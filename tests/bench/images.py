@@ -51,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=above_zero, default=0.1, metavar="SHARE", help="room, as a share of all images (%(default)s)"
     )
     parser.add_argument(
-        "--form", choices=("tree", "sif"), default="tree", help="unpacked (tree, the default), or the file itself"
-    )
-    parser.add_argument(
         "--hold", type=above_zero, default=0.02, metavar="S", help="mean seconds of a rollout (%(default)s)"
     )
 
@@ -79,7 +76,7 @@ class Node:
         self.images = images
         looking = ImageCache(cache, find_apptainer())
         facts = [looking.facts(image) for image in images]
-        self.sizes = [each.unpacked_bytes if arguments.form == "tree" else each.bytes for each in facts]
+        self.sizes = [each.unpacked_bytes for each in facts]
         self.perfect = sum(each.bytes for each in facts)
         self.budget = int(arguments.budget * sum(self.sizes))
         self.cache = cache
@@ -87,7 +84,7 @@ class Node:
         self.ranks = [self._start(rank) for rank in range(arguments.ranks)]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        words = [self.cache, self.budget, self.arguments.slots, self.arguments.form]
+        words = [self.cache, self.budget, self.arguments.slots]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.bench.image_rank", *map(str, words)],
             cwd=ROOT,
@@ -186,7 +183,7 @@ class Node:
 def _bytes_below(path: Path) -> int:
     """Blocks that the copies of a cache take on disk, those being written included."""
     total = 0
-    for room in ("images", "partial"):
+    for room in ("images", "work"):
         for directory, _, files in os.walk(path / room):
             for file in files:
                 try:

@@ -1,8 +1,8 @@
-"""Sandboxes in each way this node offers, and what holding them to their limits costs.
+"""Measures sandbox starts in each way a node may offer, and the cost of holding sandboxes to their limits.
 
-Starts are taken from each form of image the node can use (unpacked, mounted once per job, the SIF by itself), with
-layers in memory, and as on nodes without an overlay, where every sandbox is a copy of its image. The watchdog is
-measured by its own thread's CPU time beside 32 sandboxes, idle and at work; a hog by what it held when it was ended.
+Sandboxes start over an overlay, over an overlay in memory, and as copies of their image, as on nodes without overlays.
+The watchdog is measured by its thread's CPU time next to 32 sandboxes, idle and at work. A memory hog is measured by
+what it held when it was ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider
 
 
-GOALS_MS = {"tree": 60.0, "mount": 90.0}
-NAMES = {"tree": "an unpacked image", "mount": "one mount per job", "direct": "the SIF itself"}
+GOAL_MS = 60.0
 HOG = ["python3", "-c", "held = []\nwhile True: held.append(b'x' * 10_000_000)"]
 
 Note = Callable[[str], None]
@@ -36,7 +35,7 @@ Note = Callable[[str], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     add_image(parser)
-    add_count(parser, "--starts", 20, "starts from each form of image")
+    add_count(parser, "--starts", 20, "starts over an overlay")
     add_count(parser, "--copies", 5, "starts of copies; 0 for none", least=0)
     add_count(parser, "--sandboxes", 32, "sandboxes beside the watchdog")
     parser.add_argument(
@@ -52,13 +51,12 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     image = image_of(arguments, sif=True)
     figures = []
     with _directory(default_scratch()) as scratch:
-        for form in _forms(scratch, note):
-            note(f"{arguments.starts} starts from {NAMES[form]}")
-            figures.append(_starts(image, form, scratch, arguments.starts))
+        note(f"{arguments.starts} starts")
+        figures.append(_starts(image, scratch, arguments.starts))
         if arguments.copies:
             note(f"{arguments.copies} starts of copies")
             with _set("MEGAFLOW_SANDBOX_WITHOUT", "overlay"):
-                figures.append(_starts(image, "tree", scratch, arguments.copies, ", copied: no overlay"))
+                figures.append(_starts(image, scratch, arguments.copies, ", copied: no overlay"))
         note(f"{arguments.sandboxes} sandboxes under the watchdog")
         figures += asyncio.run(_watchdog(image, scratch, arguments.sandboxes, arguments.watch_s))
         note("a memory hog")
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
     if os.access("/dev/shm", os.W_OK):
         note("layers in memory")
         with _directory(Path("/dev/shm")) as memory:
-            figures.append(_starts(image, "tree", memory, arguments.starts, ", scratch in memory"))
+            figures.append(_starts(image, memory, arguments.starts, ", scratch in memory"))
     return figures
 
 
@@ -95,18 +93,7 @@ def _set(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _forms(scratch: Path, note: Note) -> list[str]:
-    """Those this node can use."""
-    from megaflow_hpc.environments.sandbox import probe
-
-    found = probe.probe(scratch)
-    if found.mount:
-        note(f"no mounts here: {found.mount}")
-        return ["tree"]
-    return list(NAMES)
-
-
-def _starts(image: str, form: str, scratch: Path, count: int, where: str = "") -> Figure:
+def _starts(image: str, scratch: Path, count: int, where: str = "") -> Figure:
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     async def measure() -> list[float]:
@@ -120,9 +107,8 @@ def _starts(image: str, form: str, scratch: Path, count: int, where: str = "") -
                 await sandbox.stop()
             return taken[1:]
 
-    goal = None if "copied" in where else GOALS_MS.get(form)
-    with _set("MEGAFLOW_IMAGE_FORM", form):
-        return median(f"fresh sandbox ready, from {NAMES[form]}{where}", "ms", asyncio.run(measure()), goal)
+    goal = None if "copied" in where else GOAL_MS
+    return median(f"fresh sandbox ready, from an unpacked image{where}", "ms", asyncio.run(measure()), goal)
 
 
 async def _watchdog(image: str, scratch: Path, count: int, watch_s: float) -> list[Figure]:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.copy_log import CopyLog
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
@@ -73,10 +72,9 @@ def campaign(base: str, place: Path) -> list[Figure]:
     began = time.time()
     whole = run("run")
     kept = _bytes(store)
-    [log] = (CopyLog(path.parent) for path in scratch.rglob("made.jsonl"))
-    copies = len(log.lines())
+    copies = set(scratch.rglob("entry.json"))
     again = run("again")
-    more = len(log.lines()) - copies
+    more = len(set(scratch.rglob("entry.json")) - copies)
     first = min(path.stat().st_mtime for path in (place / "run").rglob("*") if "journal" in str(path)) - began
     starts = _events(place / "run", began)
     return [
@@ -84,7 +82,7 @@ def campaign(base: str, place: Path) -> list[Figure]:
         Figure("… the first file of a journal", "s", first, 1),
         Figure("… the whole campaign", "s", whole, 1),
         Figure("… a second campaign over the same images", "s", again, 1),
-        Figure(f"copies that it made on the node, beside {copies} of the first", "copies", more, 1, goal=0),
+        Figure(f"copies that it made on the node, beside {len(copies)} of the first", "copies", more, 1, goal=0),
         Figure("bytes that it added to the store", "B", _bytes(store) - kept, 1, goal=0),
         Figure("store of these images beyond the base", "MB", _bytes(store) / MB, 1, goal=5),
         Figure("node's cache of these images beyond the base", "MB", _layers(scratch) / MB, 1, goal=5),

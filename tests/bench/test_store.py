@@ -10,8 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from megaflow_hpc.cli import main
 from megaflow_hpc.trajectories import open_trajectories, validate
+from tests.bench import store
+from tests.bench.command import main
 from tests.bench.store_peers import READ_JSONL, READ_PARQUET, rows_as_jsonl, rows_as_parquet
 from tests.bench.store_reads import generate
 from tests.bench.transcripts import VOCABULARY, Transcripts
@@ -20,7 +21,8 @@ from tests.bench.transcripts import VOCABULARY, Transcripts
 @pytest.mark.slow
 def test_every_figure_of_the_store_is_there_with_its_peers(capsys, tmp_path):
     sizes = ["--rollouts", "4", "--tokens", "2000", "--turns", "5", "--repeat", "1", "--keep", str(tmp_path)]
-    assert main(["bench", "store", "--peers", "--json", *sizes, "--generated", "40", "--generated-tokens", "64"]) == 0
+    words = ["--peers", "--json", *sizes, "--generated", "40", "--generated-tokens", "64"]
+    assert main(store.__doc__, store.add_arguments, store.run, words) == 0
     figures = {figure["name"]: figure for figure in json.loads(capsys.readouterr().out)["figures"]}
     assert len(figures) == 13
     assert all(figure["value"] > 0 for figure in figures.values())

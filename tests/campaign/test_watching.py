@@ -71,8 +71,8 @@ def test_status_tells_what_runs_where_and_who_looks_is_told_what_was_said(run: R
     viewer = LiveFiles(run.dir)
     assert not run.dir.live.exists()  # nobody looks: nothing is written
     viewer.ask(["hanging/default/0", "no/such/0"], "hanging/default/0")
-    until(lambda: (said := viewer.activity(pod["pod"])) and said.transcripts, "the transcript is shown")
-    said = viewer.activity(pod["pod"])
+    until(lambda: (said := viewer.status(pod["pod"])) and said.transcripts, "the transcript is shown")
+    said = viewer.status(pod["pod"])
     assert said is not None
     assert said.rollouts.keys() == said.transcripts.keys() == {"hanging/default/0"}
     assert (said.rollouts["hanging/default/0"].calls, said.rollouts["hanging/default/0"].waits) == (2, False)
@@ -82,7 +82,7 @@ def test_status_tells_what_runs_where_and_who_looks_is_told_what_was_said(run: R
     assert "sleep 3600" in messages[4][1]
     assert run.dir.live.stat().st_mode & 0o777 == 0o700
     viewer.leave()
-    until(lambda: viewer.activity(pod["pod"]) is None, "nobody looks any more")
+    until(lambda: viewer.status(pod["pod"]) is None, "nobody looks any more")
     assert list(run.dir.live.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.cli.progress import PlanProgress
-from megaflow_hpc.environments.images.making import Making
+from megaflow_hpc.environments.images.build_progress import BuildProgress
 from megaflow_hpc.slurm import site
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, run_dir, trajectory
@@ -466,7 +466,7 @@ def test_planning_says_what_it_is_at_when_that_takes_long(
         while said.count("reading tasks: 0:0") < 2:  # says so again and again, until the test's own time is up
             time.sleep(0.01)
             said += capsys.readouterr().err
-        watch.show(Making(1, 1, 0, 1, 1, 0, 0))
+        watch.show(BuildProgress(1, 1, 0, 1, 1, 0, 0))
         watch.step("listing rollouts")
         while "listing rollouts: 0:0" not in said:  # the end of images is not the end of planning
             time.sleep(0.01)

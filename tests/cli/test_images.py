@@ -12,12 +12,12 @@ from megaflow_hpc.cli import main
 
 def test_the_janitor_counts_what_it_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "owners" / "1-1" / "s1" / "layer").mkdir(parents=True)
-    (tmp_path / "cache" / "partial" / "1-1.abcd" / "rootfs").mkdir(parents=True)
+    (tmp_path / "cache" / "work" / "1-1.abcd" / "rootfs").mkdir(parents=True)
     assert main(["janitor", "--scratch", str(tmp_path), "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
     assert (counts["owners"], counts["sandboxes"], counts["left"]) == (1, 1, 0)
     assert not list((tmp_path / "owners").iterdir())
-    assert not list((tmp_path / "cache" / "partial").iterdir())
+    assert not list((tmp_path / "cache" / "work").iterdir())
 
 
 def test_a_file_that_is_not_there_is_named_once(

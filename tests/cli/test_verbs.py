@@ -55,7 +55,7 @@ WRONG = {
     "images build": ("/no/Dockerfile", "/no/Dockerfile", "correct the path"),
     "images pull": ("/no/image.sif", "/no/image.sif", "neither an address (docker://…) nor a SIF file"),
     "images manifest": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
-    "images stage": ("/no/image.sif --form zip", "zip", "expected tree or sif"),
+    "images stage": ("--stagd", "--stagd", "no such option"),
     "images list": ("--stagd", "--stagd", "no such option"),
     "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),

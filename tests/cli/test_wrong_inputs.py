@@ -104,7 +104,7 @@ VALUES = {
     "model: {path: m, servers: {max: x}}": "model.servers.max 'x': expected a whole number of at least 1",
     "model: {path: m, servers: {min: 3}}": "servers.min 3 is larger than servers.max 1; lower it, or raise max",
     "model: {path: m, args: [a]}": "model.args: expected names with their values, found a list",
-    "environment: gateway": "environment 'gateway': expected keys such as mode: and network:",
+    "environment: gateway": "environment 'gateway': expected keys such as network: and images:",
     "environment: {nested: perhaps}": "environment.nested 'perhaps': expected true or false",
     "environment: {limits: {cpus: abc}}": "environment.limits.cpus 'abc': expected a number above 0",
     "scheduling: {order: lngest}": "order 'lngest': expected 'fifo', 'longest' or 'fair'; did you mean 'longest'?",

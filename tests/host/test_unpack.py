@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.host.tar import Refused, TarReader
+from megaflow_hpc.host.tar import RefusedMember, TarReader
 from megaflow_hpc.host.unpack import Budget, stays_inside, unpack_tar
 from tests.support.archives import archive, hardlink, hostile, member, symlink
 
@@ -112,7 +112,7 @@ def test_links_lead_nowhere_outside_whatever_else_there_is(tmp_path: Path) -> No
         ]
         try:
             unpacked(archive(members), inside)
-        except Refused:
+        except RefusedMember:
             continue
     found = list(inside.rglob("*"))
     assert found
@@ -126,7 +126,7 @@ def test_links_lead_nowhere_outside_whatever_else_there_is(tmp_path: Path) -> No
 def test_a_hostile_archive_is_refused_or_stays_inside_its_budget(tmp_path: Path, name: str) -> None:
     try:
         unpacked(hostile()[name], tmp_path / "in", 16 << 20, 5000)
-    except (Refused, OSError):
+    except (RefusedMember, OSError):
         pass
     assert os.listdir(tmp_path) == ["in"]
     found = list((tmp_path / "in").rglob("*"))
@@ -148,7 +148,7 @@ def test_damaged_archives_are_refused_and_nothing_else(tmp_path: Path) -> None:
                 data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
         try:
             unpacked(bytes(data), tmp_path / "in" / str(trial % 10), 1 << 20, 100)
-        except (Refused, OSError):
+        except (RefusedMember, OSError):
             pass
     assert os.listdir(tmp_path) == ["in"]
 
@@ -158,7 +158,7 @@ def test_the_budget_counts_every_byte_and_entry(tmp_path: Path) -> None:
     left = unpacked(data, tmp_path / "in", 100, 100)
     assert (left.bytes, left.entries) == (90, 95)
     for size, files in ((9, 100), (100, 4)):
-        with pytest.raises(Refused, match=r"more (bytes|files) than are allowed"):
+        with pytest.raises(RefusedMember, match=r"more (bytes|files) than are allowed"):
             unpacked(data, tmp_path / f"in{size}", size, files)
 
 

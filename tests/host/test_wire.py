@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.host.wire import Link, frame, pack, unpack
+from megaflow_hpc.host.wire import WireLink, frame, pack, unpack
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -30,7 +30,7 @@ def test_undecodable_output_of_a_sandbox_passes_through() -> None:
 
 def test_frames_arrive_whole_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
-    link = Link(ours)
+    link = WireLink(ours)
     messages = [{"op": "x", "n": n, "data": b"z" * (n * 50_000)} for n in range(6)]
     data = b"".join(frame(pack(message)) for message in messages)
 
@@ -57,4 +57,4 @@ def test_a_broken_peer_is_not_taken_for_a_message() -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(b"\xff\xff\xff\xff garbage")
     with pytest.raises(EOFError, match="frame of"):
-        Link(ours).receive()
+        WireLink(ours).receive()

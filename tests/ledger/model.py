@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import LedgerError
-from megaflow_hpc.ledger.adding import add
+from megaflow_hpc.ledger.blocks import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
-from megaflow_hpc.ledger.ending import Consumers, finish
+from megaflow_hpc.ledger.ending import finish
 from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -31,11 +31,10 @@ from megaflow_hpc.ledger.names import (
     seals,
     task_path,
 )
-from megaflow_hpc.ledger.rules import Rules
-from megaflow_hpc.ledger.sharing import Sharing
+from megaflow_hpc.ledger.rules import LedgerRules
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
-from megaflow_hpc.trajectories.journal.winners import Entry, counts, decide
+from megaflow_hpc.trajectories.journal.winners import RecordEntry, counts, decide
 from megaflow_hpc.types import Rollout
 
 TIMES = Times(renew_s=1, commit_s=2, lease_s=4)
@@ -89,7 +88,7 @@ class Journals:
 class Saw:
     """What a reader gave out."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,11 @@ class Broken(AssertionError):
 
 
 def pod(
-    name: str, make: Callable[..., Rules] = Rules, gives: bool = False, drains: bool = False, times: Times = TIMES
+    name: str,
+    make: Callable[..., LedgerRules] = LedgerRules,
+    gives: bool = False,
+    drains: bool = False,
+    times: Times = TIMES,
 ) -> Program:
     """A pod: claims, commits one rollout at a time, marks done; as the I/O thread and its claimed blocks do.
 
@@ -157,10 +160,9 @@ def pod(
             return "taken over"
 
 
-def _memory(mine: Rules) -> str:
-    """All that a pod knows, by value: what stands in parts of their own too."""
-    parts = (Consumers, Sharing)
-    return repr({name: vars(value) if isinstance(value, parts) else value for name, value in vars(mine).items()})
+def _memory(mine: LedgerRules) -> str:
+    """All that a pod knows, by value."""
+    return repr(vars(mine))
 
 
 def adder(name: str, token: str, number: int, size: int = 1, closes: str = "", how: Adding = add) -> Program:
@@ -267,7 +269,7 @@ class Model:
         self._dicts: dict[Files, dict[str, str]] = {}
         self._looks: dict[tuple[Files, Names | Read | There], Any] = {}
         self._checked: set[tuple[Any, ...]] = set()
-        self._best: dict[tuple[Any, ...], dict[str, Entry]] = {}
+        self._best: dict[tuple[Any, ...], dict[str, RecordEntry]] = {}
 
     def explore(self) -> Model:
         """Goes through every state.
@@ -346,7 +348,7 @@ class Model:
     def _at_once(self, state: State, call: Any) -> bool:
         """Whether a call makes no difference to the others, nor they to it."""
         if isinstance(call, Names):
-            return call.room in (self.fixed if self.opened else (*self.fixed, OPEN))
+            return call.directory in (self.fixed if self.opened else (*self.fixed, OPEN))
         if isinstance(call, Read):
             # What no cache can miss any more, and never changes.
             oldest = (*state.before, state.files)[0]
@@ -399,7 +401,7 @@ class Model:
         files = self._files(state)
         if isinstance(call, Names | Read | There):
             found = []
-            path = call.room if isinstance(call, Names) else call.path
+            path = call.directory if isinstance(call, Names) else call.path
             for seen in (state.files, *(state.before if path.startswith(self.cached) else ())):
                 if (answer := self._look(seen, call)) not in found:
                     found.append(answer)
@@ -459,14 +461,14 @@ class Model:
 
     # --- what must hold ---
 
-    def _entries(self, state: State) -> list[tuple[Entry, int, int]]:
+    def _entries(self, state: State) -> list[tuple[RecordEntry, int, int]]:
         return [
-            (Entry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number, 1), block, number + 1)
+            (RecordEntry(rollout, "completed", epoch, 1, time, f"{owner}.journal", number, 1), block, number + 1)
             for owner, records in sorted(state.journals)
             for number, (rollout, block, epoch, time) in enumerate(records)
         ]
 
-    def _valid(self, state: State) -> list[Entry]:
+    def _valid(self, state: State) -> list[RecordEntry]:
         files = self._files(state)
         claimed = [(b, e) for b, e in pairs(_look(files, Names(CLAIMS))) if e]
         sealed = seals([(b, e, json.loads(files[claim_path(b, e)])) for b, e in claimed])
@@ -476,7 +478,7 @@ class Model:
             if counts(sealed, block, entry.epoch, entry.journal, end)
         ]
 
-    def _winners(self, state: State) -> dict[str, Entry]:
+    def _winners(self, state: State) -> dict[str, RecordEntry]:
         key = state.files, state.journals
         if key not in self._best:
             self._best[key] = decide(self._valid(state))[0]
@@ -534,7 +536,7 @@ def finished(files: Mapping[str, str]) -> bool:
 
 def _look(files: Mapping[str, str], call: Names | Read | There) -> Any:
     if isinstance(call, Names):
-        start = call.room + "/"
+        start = call.directory + "/"
         return tuple(sorted(path.removeprefix(start) for path in files if path.startswith(start)))
     if isinstance(call, There):
         return call.path in files

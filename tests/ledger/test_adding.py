@@ -12,8 +12,8 @@ import pytest
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger, OpenLease, PodIdentity, add_blocks, read_blocks, write_blocks
-from megaflow_hpc.ledger.ending import OPEN_S
 from megaflow_hpc.ledger.files import Files
+from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, Marks
 from megaflow_hpc.types import Rollout
@@ -128,7 +128,7 @@ def test_a_campaign_is_open_until_the_last_consumer_closes_it_and_pods_wait_for_
     assert work(run, pod) == 3
     assert (pod.seen.awaited, pod.finished) == (True, False)
     theirs.close()
-    for _ in range(int(OPEN_S // 60) - 1):
+    for _ in range(int(TIMES.open_s // 60) - 1):
         clock.now += 60.0
         pod.renew()
         assert work(run, pod) == 0
@@ -161,7 +161,7 @@ def test_what_one_pod_finds_out_for_all_tells_of_consumers(run: RunDir) -> None:
         operation = leader.survey()
         while not operation.advance(100):
             pass
-        other.follow(operation.result)
+        other.follow(operation.result.survey)
 
     survey()
     assert work(run, other) == 0
@@ -181,7 +181,7 @@ def test_a_cancelled_campaign_is_closed_and_remembers_its_consumers(run: RunDir)
     marks.cancel()
     marks.cancel()
     assert (marks.open, marks.closed, marks.over) == ([], ["default"], True)
-    lease._renewed = -1e9  # long ago
+    lease._lease.renewed_at = -1e9  # long ago
     assert not lease.renew()
     with pytest.raises(LedgerError, match="is cancelled; continue it with: megaflow-hpc resume"):
         lease.open()

@@ -57,9 +57,7 @@ FULL = """
     from megaflow_hpc.rundir.budget import CampaignBudget
     from megaflow_hpc.trajectories.journal.stored import StoredRollouts
     from megaflow_hpc.ledger import Ledger, PodIdentity
-    from megaflow_hpc.pod.master.run_io import RunIo
-    from megaflow_hpc.pod.master.run_io_messages import Durable
-    from megaflow_hpc.pod.master.run_io_thread import RunIoThread
+    from megaflow_hpc.pod.master.run_io import Durable, RunIo, RunIoThread
     from megaflow_hpc.rundir.events import EventWriter
     from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
     from megaflow_hpc.pod.master.endpoints import Endpoints
@@ -86,6 +84,7 @@ FULL = """
 
     io.start()
     io.claim()
+    io.push()
     while io.claiming:
         collect()
     lease = run.ledger / "leases" / "a.0"

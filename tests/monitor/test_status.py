@@ -12,7 +12,7 @@ import pytest
 from megaflow_hpc.cli.output import summary
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger, PodIdentity
-from megaflow_hpc.ledger.leader_lease import COORDINATOR, LeaderLease
+from megaflow_hpc.ledger.leader import COORDINATOR, Leader
 from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.events import PodEvent, RolloutEvent, StartEvent, encode
@@ -102,7 +102,7 @@ def test_following_many_pods_opens_few_files(run: RunDir) -> None:
         ended(run, f"7_{pod}", 0, 5)
         Ledger(run, PodIdentity(f"7_{pod}", "0")).register()
     progress = {f"7_{pod}.0": [time.time(), 2, 1, 1] for pod in range(pods)}
-    assert LeaderLease(run, COORDINATOR, "7_0.0").hold({"pods": pods, "progress": progress})
+    assert Leader(run, COORDINATOR, "7_0.0").hold({"pods": pods, "progress": progress})
     monitor = Monitor(run)
     assert monitor.status()["rollouts"]["completed"] == pods
     for pod in range(pods):

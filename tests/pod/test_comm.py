@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megaflow_hpc.host.wire import Link
+from megaflow_hpc.host.wire import WireLink
 from megaflow_hpc.pod.comm import BEAT_S, SHORT_S, Backoff, ChildComm
 from tests.support.ledgers import Clock
 
@@ -18,7 +18,7 @@ from tests.support.ledgers import Clock
 def test_a_busy_runner_that_says_nothing_counts_as_alive_and_a_dead_one_as_gone() -> None:
     ours, theirs = socket.socketpair()
     clock = Clock()
-    child = ChildComm(Link(ours), clock)
+    child = ChildComm(WireLink(ours), clock)
     assert child.poll() is None
     clock.now += BEAT_S + 0.1
     assert child.poll() == (1, {"op": "beat"})

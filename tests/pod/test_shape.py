@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc import config
-from megaflow_hpc.pod.master.assembly import room_per_rank, starts_a_task
+from megaflow_hpc.pod.master.assembly import room_per_rank
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.slurm.script import pod_job
@@ -28,8 +28,3 @@ def test_the_ranks_of_a_node_share_its_memory_also_where_their_number_is_the_def
     _, memory_mb = room_per_rank(config.slurm.pods)
     assert memory_mb is not None
     assert memory_mb * ranks == 8000
-
-
-def test_starts_are_shared_out_over_the_nodes_of_all_pools() -> None:
-    run = planned(count=2, nodes=2, pools=[{"count": 3}, {"count": 2, "nodes": 1}])
-    assert starts_a_task(run, 2) == 120 / 2 / (2 * 2 + 3 * 2 + 2 * 1)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megaflow_hpc.model.api import WEIGHT_VERSION
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, bounds, options
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, engine_request
@@ -32,7 +32,7 @@ class Upstream:
     """A scripted engine behind a real socket that keeps the requests it gets."""
 
     def __init__(self, engine: ScriptedEngine | None = None) -> None:
-        self.engine = engine or ScriptedEngine(Script(default=(Answer("good"),)), "m")
+        self.engine = engine or ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")
         self.bodies: list[dict[str, Any]] = []
         self.port = 0
 
@@ -80,7 +80,7 @@ async def call(model: ModelEndpoint, path: str, body: Any) -> tuple[int, dict[st
 @pytest.mark.parametrize("path", POISON)
 @in_loop
 async def test_poison_reaches_no_engine_and_keeps_nobody_waiting(path: str, protocol: str) -> None:
-    engine = SplitEngine(Script(default=(Answer("good"),)), "m") if protocol == "split" else None
+    engine = SplitEngine(Script(default=(ScriptedAnswer("good"),)), "m") if protocol == "split" else None
     async with serving(upstream := Upstream(engine), protocol) as gateway:
         bad, good = await gateway.open("t/p/0", "p"), await gateway.open("u/p/0", "p")
         poison = [{**GOOD[path], **extra} for extra in POISON[path]]

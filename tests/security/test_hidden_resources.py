@@ -13,7 +13,7 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.commands.streams import MAX_LEFT_PAIRS
-from megaflow_hpc.environments.sandbox.limits.cgroups import Group
+from megaflow_hpc.environments.sandbox.limits.cgroups import Cgroup
 from megaflow_hpc.environments.sandbox.limits.cputime import CpuTime, lost
 from megaflow_hpc.environments.sandbox.limits.usage import Look, Process
 from megaflow_hpc.tasks.formats import VerificationContext
@@ -238,7 +238,7 @@ def test_a_child_that_came_and_went_between_two_looks_stands_for_others_like_it(
 
 
 def test_a_control_group_of_the_sandboxs_own_counts_for_the_kernel(tmp_path: Path) -> None:
-    group = Group(tmp_path, "one", SandboxSpec("x"))
+    group = Cgroup(tmp_path, "one", SandboxSpec("x"))
     counted = group.path / "cpu.stat"
     counted.write_text("usage_usec 4000000\nuser_usec 1\n")
     cpu = CpuTime()

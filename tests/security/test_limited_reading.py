@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.child import Limits, run_confined
+from megaflow_hpc.host.child import ProcessLimits, run_confined
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.reading.vocabulary import kept, load
 from tests.support.campaigns import Make, cli, gathered
@@ -163,9 +163,9 @@ def test_a_confined_process_has_its_limits(
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("PORT_OF_TEST", str(server.getsockname()[1]))
-        assert run_confined(call, Limits(used + 256 * MB, 2, MB)) == status
+        assert run_confined(call, ProcessLimits(used + 256 * MB, 2, MB)) == status
         if call is _use_network:
-            assert run_confined(call, Limits(used + 256 * MB, 60, MB), network=True) == 0
+            assert run_confined(call, ProcessLimits(used + 256 * MB, 60, MB), network=True) == 0
 
 
 def test_a_confined_process_writes_no_large_file(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_confined_process_writes_no_large_file(tmp_path: Path) -> None:
             file.write(bytes(2 * MB))
         return 0
 
-    assert run_confined(write, Limits(64 << 30, 60, MB)) != 0
+    assert run_confined(write, ProcessLimits(64 << 30, 60, MB)) != 0
     assert (tmp_path / "file").stat().st_size <= MB
 
 
@@ -212,6 +212,6 @@ def test_a_second_user_reads_what_a_confined_process_of_theirs_may(tmp_path: Pat
         return 0 if os.getuid() == os.stat(tmp_path / "made").st_uid == before else 1
 
     before = os.getuid()
-    assert run_confined(check, Limits(64 << 30, 60, MB)) == 0
+    assert run_confined(check, ProcessLimits(64 << 30, 60, MB)) == 0
     assert (tmp_path / "made").stat().st_uid == before
     assert as_second_user("print(1)", None) == 1

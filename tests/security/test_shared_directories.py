@@ -233,12 +233,10 @@ def test_a_scratch_directory_that_a_stranger_laid_out_takes_nothing_of_ours(shar
             shared,
             ("directory", f"{name}/cache", ""),
             ("directory", f"{name}/owners/1-1/s1", ""),
-            ("directory", f"{name}/mounts/0-1", ""),
-            ("link", f"{name}/cache/partial", str(home)),
-            ("link", f"{name}/cache/trash", str(home)),
+            ("link", f"{name}/cache/work", str(home)),
+            ("link", f"{name}/cache/users", str(home)),
             ("link", f"{name}/owners/2-2", str(home)),
             ("file", f"{name}/owners/1-1/s1/owner", f"{identity}\n"),
-            ("file", f"{name}/mounts/0-1/holder", f"{identity}\n"),
         )
         done = janitor(shared)
         assert (home / "thesis" / "chapter").read_text() == "words"
@@ -279,10 +277,6 @@ def test_a_sweep_survives_what_a_crash_left_in_the_files_it_reads(tmp_path: Path
         (sandbox / "owner").write_bytes(content)
     os.mkfifo(tmp_path / "owners" / "1-1" / "fifo")
     (tmp_path / "owners" / "\udcff").mkdir()
-    for name in ("1-1", "2-2"):
-        (tmp_path / "mounts" / name).mkdir(parents=True)
-    (tmp_path / "mounts" / "1-1" / "holder").write_bytes(b"\xff" * 9)
-    (tmp_path / "mounts" / "2-2" / "guard").mkdir()
     (tmp_path / "cache").write_text("a file")
     counts = sweep(tmp_path)
     assert (counts["owners"], counts["processes"]) == (5, 0)

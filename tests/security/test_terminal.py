@@ -17,7 +17,7 @@ from megaflow_hpc.cli.output import table
 from megaflow_hpc.cli.runs import watch
 from megaflow_hpc.cli.runs.status import shown
 from megaflow_hpc.cli.view.words import head
-from megaflow_hpc.monitor.live import Rollouts, Snapshot
+from megaflow_hpc.monitor.live import Rollouts, RunSnapshot
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.texts import in_one_line, printable
 from megaflow_hpc.trajectories import gather
@@ -134,7 +134,7 @@ def test_the_status_of_a_run_is_printed_harmlessly():
     assert harmless(said)
     assert "\n" not in said
     rollouts = Rollouts([], [RolloutEvent(id=EVIL, status="failed", kind=EVIL)], {}, {}, (), 0.0)
-    seen = head(EVIL, Snapshot({**status, "pods": []}, rollouts), (500, 80), f"{EVIL}\nfake row")
+    seen = head(EVIL, RunSnapshot({**status, "pods": []}, rollouts), (500, 80), f"{EVIL}\nfake row")
     assert harmless("".join(text.plain for text in seen))
     assert not [text for text in seen if "\n" in text.plain]
 

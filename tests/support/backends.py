@@ -13,7 +13,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.tls import make_context
 
@@ -24,7 +24,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 async def proxy_of_script(folder: Path, tls: bool = False, **options: Any) -> AsyncIterator[tuple[Proxy, str]]:
     """A proxy before a scripted engine that says "fine", and the fingerprint of its certificate."""
     socket = str(folder / "engine.sock")
-    engine = web.AppRunner(ScriptedEngine(Script(default=[Answer("fine")]), "m").application(), access_log=None)
+    engine = web.AppRunner(ScriptedEngine(Script(default=[ScriptedAnswer("fine")]), "m").application(), access_log=None)
     await engine.setup()
     await web.UnixSite(engine, socket).start()
     context, fingerprint = make_context(folder) if tls else (None, "")

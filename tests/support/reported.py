@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectory import Recording, Turn
 
-_REPORTED: dict[int, tuple[Recording, list[Sample]]] = {}
+_REPORTED: dict[int, tuple[Recording, list[SampledTokens]]] = {}
 """By the identity of the recording that a sample went into, which is kept so that no other one has it."""
 
 
@@ -17,7 +17,7 @@ def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps every sample until the next test."""
     add = Recorder.add
 
-    def keeping(self: Recorder, sample: Sample, *arguments: Any, **options: Any) -> Turn:
+    def keeping(self: Recorder, sample: SampledTokens, *arguments: Any, **options: Any) -> Turn:
         _REPORTED.setdefault(id(self.recording), (self.recording, []))[1].append(sample)
         return add(self, sample, *arguments, **options)
 
@@ -25,7 +25,7 @@ def keep_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "add", keeping)
 
 
-def reported(recording: Recording) -> list[Sample]:
+def reported(recording: Recording) -> list[SampledTokens]:
     """The samples of a recording, one per turn."""
     return _REPORTED[id(recording)][1] if id(recording) in _REPORTED else []
 

@@ -22,9 +22,10 @@ from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
-from megaflow_hpc.pod.master import coordination, loop, ranks, results, run_io_thread
+from megaflow_hpc.pod.master import coordination, ranks, results, run_io
+from megaflow_hpc.pod.master import drain as drain_rules
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.settings import Walltime
+from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.pod.messages import BEAT
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.worker import MASTER_LOST_S
@@ -51,20 +52,20 @@ def lead(run: RunDir, comm: Comm) -> str:
     said = json.loads((run.path / "world.json").read_text())
     ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
-    hangs_s = said.pop("hangs_s", run_io_thread.LOOP_HANGS_S)
+    hangs_s = said.pop("hangs_s", run_io.LOOP_HANGS_S)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**said.get("limits", {}))
     results.SYSTEMATIC_LAST = said.pop("systematic_last", 10**6)
     drain = said.pop("drain", None)
     if drain is not None:
-        loop.DRAIN_S, loop.DRAIN_NOW_S = 0.2, 0.1
+        drain_rules.DRAIN_S, drain_rules.DRAIN_NOW_S = 0.2, 0.1
         said["walltime"] = Walltime(drain["whole_s"], time.monotonic() + drain["whole_s"])
     pod = make_pod(run, comm, **said)
     if drain is not None:
         pod.drain_file = run.path / "drain"
         pod.drain_file.unlink(missing_ok=True)
         threading.Timer(drain["whole_s"], write_atomic, (pod.drain_file, drain["word"])).start()
-    run_io_thread.LOOP_HANGS_S = 1.0 if hangs else hangs_s
+    run_io.LOOP_HANGS_S = 1.0 if hangs else hangs_s
     if hangs:
         pod.ledger = Ledger(run, pod.ledger.identity, times=HASTY)
         pod.drain_file = drain_file(run)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.images.layers.view import Tree, View
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import (
     keep_only,
     make_way,
@@ -337,10 +337,10 @@ def test_deletions_as_fuse_overlayfs_marks_them_are_undone(tmp_path: Path) -> No
     (upper / "usr/bin").mkdir(parents=True)
     for name in (".wh.bash", "grep", ".wh.python3", "added"):
         (upper / "usr/bin" / name).write_text("")
-    restore(upper, View([Tree(str(rootfs))]), [])
+    restore(upper, LayerView([Tree(str(rootfs))]), [])
     assert sorted(os.listdir(upper / "usr/bin")) == ["added"]
     (upper / "usr/bin/.wh..wh..opq").write_text("")
-    restore(upper, View([Tree(str(rootfs))]), [])
+    restore(upper, LayerView([Tree(str(rootfs))]), [])
     assert not (upper / "usr/bin").exists()
 
 

@@ -22,13 +22,13 @@ from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
-    from megaflow_hpc.environments.images.making import Making
+    from megaflow_hpc.environments.images.build_progress import BuildProgress
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 
-class Watch(Protocol):
+class PlanWatch(Protocol):
     """Whom planning tells what it does."""
 
     def step(self, text: str) -> None:
@@ -37,12 +37,12 @@ class Watch(Protocol):
     def say(self, line: str) -> None:
         """Gets a line for each step of an image that is made, and some for what is fetched."""
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Gets how far the making of images is, some times a second."""
 
 
 class Silent:
-    """A :class:`Watch` that says nothing."""
+    """A :class:`PlanWatch` that says nothing."""
 
     def step(self, text: str) -> None:
         """Keeps it to itself."""
@@ -50,7 +50,7 @@ class Silent:
     def say(self, line: str) -> None:
         """Keeps it to itself."""
 
-    def show(self, state: Making) -> None:
+    def show(self, state: BuildProgress) -> None:
         """Keeps it to itself."""
 
 
@@ -100,7 +100,7 @@ class Draft:
 
 
 def read(
-    config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: Watch | None = None
+    config: CampaignConfig, base: Path, where: Where, only: Sequence[str] = (), watch: PlanWatch | None = None
 ) -> Draft:
     """Reads the tasks of a campaign and looks for mistakes, of which it raises none: :meth:`Draft.check` does.
 
@@ -157,7 +157,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
     draft.mapping = ImageMapping(environment.images, base, where("environment.images"))
 
 
-def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: Watch) -> None:
+def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch) -> None:
     """Reads tasks, and what rollouts and images they ask for."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.images import image_requests
@@ -209,7 +209,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
 
 
-def try_sandboxes(draft: Draft, watch: Watch) -> None:
+def try_sandboxes(draft: Draft, watch: PlanWatch) -> None:
     """Raises :class:`SiteError` where images, or sandboxes with the networks that are wanted, cannot be had here."""
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch

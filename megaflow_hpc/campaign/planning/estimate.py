@@ -20,7 +20,7 @@ from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
 from megaflow_hpc.config.quotas import gateways, slots_of_rank
 from megaflow_hpc.config.slurm import CPUS_PER_RANK
-from megaflow_hpc.environments.images.room import room
+from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger.blocks import split
 from megaflow_hpc.slurm import fits, resources
@@ -115,7 +115,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Durations:
+class DurationEstimates:
     """The assumed durations of rollouts in seconds."""
 
     mean_s: float
@@ -123,7 +123,7 @@ class Durations:
     basis: str
 
 
-def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path | None = None) -> Durations:
+def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path | None = None) -> DurationEstimates:
     """Returns the durations that the estimate assumes.
 
     Raises:
@@ -133,7 +133,9 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
 
     earlier, basis = draft.durations, "as in the runs of scheduling.learn_from"
     if rollout_seconds is not None:
-        return Durations(rollout_seconds, rollout_seconds, f"every rollout takes {rollout_seconds:g} s, as given")
+        return DurationEstimates(
+            rollout_seconds, rollout_seconds, f"every rollout takes {rollout_seconds:g} s, as given"
+        )
     if like is not None:
         basis = f"as rollouts took in {like}"
         try:
@@ -154,15 +156,15 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
         }
         seconds = [limits[rollout.task_id, rollout.policy] for rollout in draft.rollouts]
     if not seconds:
-        return Durations(0.0, 0.0, basis)
-    return Durations(mean(seconds), max(seconds), basis)
+        return DurationEstimates(0.0, 0.0, basis)
+    return DurationEstimates(mean(seconds), max(seconds), basis)
 
 
 def estimate(
     draft: Draft,
     run: Path,
     jobs: Sequence[Job],
-    durations: Durations,
+    durations: DurationEstimates,
     site: Sequence[str] = (),
     local_ranks: int = 0,
     like: Path | None = None,
@@ -305,7 +307,7 @@ def _storage(draft: Draft, run: Path, like: Path | None, pods: int, rollouts: in
     found = []
     for what, path, size, count in wanted:
         try:
-            there = room(path)
+            there = disk_quota(path)
         except OSError:
             continue
         free_inodes = None if math.isinf(there.free_inodes) else there.free_inodes

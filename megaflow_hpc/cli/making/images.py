@@ -123,13 +123,12 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "stage",
         _stage,
-        "copy images into this node's cache ahead of their use",
+        "unpack images into this node's cache ahead of their use",
         "Run it where the sandboxes will run, such as once per node of a job. Images are SIF files, digests (or "
         "their beginnings) of the store, or a campaign file.",
         ["srun --ntasks-per-node=1 megaflow-hpc images stage campaign.yaml", "images stage 3f2a9c0b"],
     )
     stage.add_argument("image", metavar="IMAGE", nargs="+", help="a SIF, a digest of the store, or a campaign file")
-    stage.add_argument("--form", choices=("tree", "sif"), default="tree", help="unpacked (default), or the file itself")
     _cached(stage)
 
     listing = _verb(
@@ -217,7 +216,7 @@ def _stage(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{name}: neither a file nor the digest of an image in {images.store.root}")
     staged = []
     for path in dict.fromkeys(paths):
-        lease = cache.acquire(path, arguments.form)
+        lease = cache.acquire(path)
         staged.append({"image": path, "path": lease.path, "layers": list(lease.layers)})
         lease.release()
     if arguments.json:
@@ -240,14 +239,14 @@ def _list(arguments: argparse.Namespace) -> int:
                     row["name"],
                     megabytes(row["bytes"]),
                     row["inodes"],
-                    row["made"],
                     "in use" if row["in_use"] else "",
+                    row["image"],
                 )
                 for row in copies
             ]
-            say(table(("copy", "MB", "files", "times made", ""), lines))
+            say(table(("copy", "MB", "files", "", "made from"), lines))
         return 0
-    from megaflow_hpc.environments.images.sharing import own_bytes
+    from megaflow_hpc.environments.images.pruning import own_bytes
 
     store = images_make.open_images(arguments).store
     names, sizes = store.names(), own_bytes(store)
@@ -275,7 +274,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.images.sharing import DAY_S, prune
+    from megaflow_hpc.environments.images.pruning import DAY_S, prune
     from megaflow_hpc.errors import ConfigError, SiteError
 
     if arguments.staged:

@@ -83,7 +83,7 @@ def _resolve(
 
 def _build_memory_mb() -> int | None:
     """Returns the memory of each build in a Slurm job; ``None`` if no job limits it."""
-    from megaflow_hpc.environments.images.making import at_once
+    from megaflow_hpc.environments.images.build_progress import at_once
 
     of_job = os.environ.get("SLURM_MEM_PER_NODE", "")
     if not of_job.isdigit() or int(of_job) == 0:

@@ -26,7 +26,7 @@ from megaflow_hpc.cli.view.reader import RunReader, RunView
 from megaflow_hpc.cli.view.rows import RolloutRows
 from megaflow_hpc.cli.view.tables import PartTable, RolloutTable
 from megaflow_hpc.cli.view.words import head
-from megaflow_hpc.monitor.live import Snapshot
+from megaflow_hpc.monitor.live import RunSnapshot
 from megaflow_hpc.texts import in_one_line
 
 SLOW_S = 15.0
@@ -86,7 +86,7 @@ class WatchApp(App[None]):
         super().__init__(ansi_color=True)
         self._campaign = run.config.name
         self.reader = RunReader(run, every_s, lambda look: self.post_message(Looked(look)))
-        self.snapshot: Snapshot | None = None
+        self.snapshot: RunSnapshot | None = None
         """What was seen last."""
         self.over = False
         """Nothing more comes by itself."""
@@ -279,4 +279,4 @@ def _complete(app: WatchApp) -> bool:
     if snapshot is None:
         return False
     running = [row for row in snapshot.rollouts[:5] if row.state == "running"]
-    return not running or bool(snapshot.unasked) or any(row.activity for row in running)
+    return not running or bool(snapshot.unasked) or any(row.live for row in running)

@@ -15,7 +15,7 @@ from megaflow_hpc.cli.output import seconds, used
 from megaflow_hpc.cli.view.reader import Detail, RunReader, RunView
 from megaflow_hpc.cli.view.tables import last_word
 from megaflow_hpc.cli.view.words import STYLES
-from megaflow_hpc.monitor.live import RolloutRow, Snapshot
+from megaflow_hpc.monitor.live import RolloutRow, RunSnapshot
 from megaflow_hpc.texts import in_one_line, printable
 
 ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
@@ -153,12 +153,12 @@ class DetailScreen(Screen[None]):
 
 def known(row: RolloutRow) -> list[Text]:
     """What is known of a rollout beside its texts."""
-    place, stored, activity = row.place, row.stored, row.activity
+    place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]
     where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""
     lines.append(Text(in_one_line(f"{where}  {seconds(row.seconds)}".strip())))
-    if activity is not None:
-        lines.append(Text(f"model calls {activity.calls}  tokens {activity.tokens:,}  {last_word(row)}"))
+    if live is not None:
+        lines.append(Text(f"model calls {live.calls}  tokens {live.tokens:,}  {last_word(row)}"))
     if stored is not None:
         reward = "not verified" if stored.reward is None else f"reward {stored.reward:g}"
         spent = used(stored.cpu_s, stored.memory_peak_mb, stored.disk_peak_mb)
@@ -168,7 +168,7 @@ def known(row: RolloutRow) -> list[Text]:
     return lines
 
 
-def _part(key: str, snapshot: Snapshot) -> list[Text]:
+def _part(key: str, snapshot: RunSnapshot) -> list[Text]:
     for part in [*snapshot.status["pods"], *snapshot.status["servers"]]:
         if key in (part.get("pod"), part.get("server")):
             said = "  ".join(f"{name} {value}" for name, value in part.items() if value not in ("", 0, 0.0, None))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError, MegaflowError
-from megaflow_hpc.monitor.live import Live, Snapshot
+from megaflow_hpc.monitor.live import Live, RunSnapshot
 from megaflow_hpc.rundir.logs import RolloutLog, find_log, pod_log, tail
 from megaflow_hpc.texts import end_of
 
@@ -41,7 +41,7 @@ class Detail:
 class RunView:
     """What one look found."""
 
-    snapshot: Snapshot | None = None
+    snapshot: RunSnapshot | None = None
     detail: Detail | None = None
     problem: str = ""
     """Why it found nothing new."""
@@ -119,7 +119,7 @@ class RunReader(threading.Thread):
             problem = f"nothing can be added from here: {_said(error)}"
         return RunView(snapshot, detail, problem, over)
 
-    def _detail(self, key: str, snapshot: Snapshot) -> Detail:
+    def _detail(self, key: str, snapshot: RunSnapshot) -> Detail:
         log = self._log_of(key) if self.wants_log else ()
         if key not in snapshot.rollouts.ids:
             return Detail(key, log=log)

@@ -67,10 +67,10 @@ def last_word(rollout: RolloutRow) -> str:
         reward = rollout.stored.reward
         outcome = "" if reward is None else f"reward {reward:g}"
         return rollout.stored.kind or outcome
-    if rollout.activity is None:
+    if rollout.live is None:
         return ""
-    doing = "stuck" if rollout.stuck else "model" if rollout.activity.waits else "agent"
-    return f"{doing} {seconds(rollout.activity.quiet_s)}"
+    doing = "stuck" if rollout.stuck else "model" if rollout.live.waits else "agent"
+    return f"{doing} {seconds(rollout.live.quiet_s)}"
 
 
 class PartTable:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from megaflow_hpc.cli.output import FINAL, queue_lines, seconds, training_lines, unstarted_lines
-from megaflow_hpc.monitor.live import PRESENT, Snapshot
+from megaflow_hpc.monitor.live import PRESENT, RunSnapshot
 from megaflow_hpc.texts import in_one_line
 
 STYLES = {
@@ -26,7 +26,7 @@ STYLES = {
 """State → colour; the state's word stands beside, for terminals without colours."""
 
 
-def head(name: str, snapshot: Snapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
+def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
     """Returns the lines above the list.
 
     Args:
@@ -75,7 +75,7 @@ def counts(status: Mapping[str, Any]) -> Text:
     return line
 
 
-def means(snapshot: Snapshot) -> Text:
+def means(snapshot: RunSnapshot) -> Text:
     """Pods, slots, engines and their pace."""
     status = snapshot.status
     pods = [pod for pod in status["pods"] if pod["state"] in PRESENT]
@@ -100,7 +100,7 @@ def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
     return f"{what} {states.get(normal, 0)}" + (f" ({others})" if others else "")
 
 
-def remarks(snapshot: Snapshot) -> Iterator[str]:
+def remarks(snapshot: RunSnapshot) -> Iterator[str]:
     """What is unusual: failures, what is waited for, pods and engines that are not well."""
     status = snapshot.status
     if status["failed_at"]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.errors import ConfigError
 
-_LARGEST = 1 << 20
-_MOST = 1 << 32
+_MAX_FILE_BYTES = 1 << 20
+_END_OF_IDS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Account:
     home: str = "/root"
 
 
-def account(view: View, user: str | None) -> Account:
+def account(view: LayerView, user: str | None) -> Account:
     """Returns whom ``USER`` names: a user with its groups, or a user and one group; unknown numbers stand for
     themselves.
 
@@ -42,7 +42,7 @@ def account(view: View, user: str | None) -> Account:
     return Account(uid, gid, further, home)
 
 
-def owner(view: View, text: str) -> tuple[int, int]:
+def owner(view: LayerView, text: str) -> tuple[int, int]:
     """Returns uid and gid of a ``--chown``: of a name its own group, of a number alone the group of that number.
 
     Raises:
@@ -61,7 +61,7 @@ def owner(view: View, text: str) -> tuple[int, int]:
     return uid, _group(view, group) if group else gid
 
 
-def _group(view: View, name: str) -> int:
+def _group(view: LayerView, name: str) -> int:
     if name.isdecimal():
         return _number(name)
     row = next((row for row in _rows(view, "etc/group", 4) if row[0] == name), None)
@@ -70,14 +70,14 @@ def _group(view: View, name: str) -> int:
     return _number(row[2])
 
 
-def _rows(view: View, path: str, columns: int) -> list[list[str]]:
-    text = view.read(path, _LARGEST).decode("utf-8", "surrogateescape")
+def _rows(view: LayerView, path: str, columns: int) -> list[list[str]]:
+    text = view.read(path, _MAX_FILE_BYTES).decode("utf-8", "surrogateescape")
     rows = [line.split(":") for line in text.split("\n")]
     return [row for row in rows if len(row) == columns and row[2].isdecimal()]
 
 
 def _number(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 11 else _MOST
-    if value >= _MOST:
+    value = int(text) if text.isdecimal() and len(text) < 11 else _END_OF_IDS
+    if value >= _END_OF_IDS:
         raise ConfigError(f"{text[:40]}: no user or group has this number")
     return value

@@ -29,7 +29,7 @@ from megaflow_hpc.environments.builds.export import write_sif
 from megaflow_hpc.environments.builds.listings import Listings
 from megaflow_hpc.environments.builds.stages import StageBuilds
 from megaflow_hpc.environments.builds.trees import Trees
-from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.environments.images.image_file import ImageFiles, read_checked
@@ -141,9 +141,9 @@ class Builder:
     ) -> LayeredImage:
         trees, listings = self._ready(layers)
         try:
-            async with asyncio.timeout(timeout_s) as timer, Workshop(layers, trees, self._scratch) as workshop:
+            async with asyncio.timeout(timeout_s) as timer, BuildWorkspace(layers, trees, self._scratch) as workspace:
                 bases = {name: image_of(path) for name, path in images.items()}
-                build = StageBuilds(dockerfile, bases, layers, listings, workshop, self._spec(), say)
+                build = StageBuilds(dockerfile, bases, layers, listings, workspace, self._spec(), say)
                 return await build.build()
         except TimeoutError:
             if not timer.expired():
@@ -177,8 +177,8 @@ class Builder:
             half.unlink(missing_ok=True)
 
     async def _export(self, image: LayeredImage, layers: LayerStore, target: Path) -> None:
-        async with Workshop(layers, self._ready(layers)[0], self._scratch) as workshop:
-            await write_sif(workshop, image, target)
+        async with BuildWorkspace(layers, self._ready(layers)[0], self._scratch) as workspace:
+            await write_sif(workspace, image, target)
 
     def _spec(self) -> SandboxSpec:
         return SandboxSpec(

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaflow_hpc.environments.builds.program import run_tree
-from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.builds.tree import run_tree
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace
 from megaflow_hpc.environments.images.image_config import LABEL
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.errors import SiteError
@@ -23,7 +23,7 @@ SETTINGS = ".singularity.d/env/92-megaflow{}.sh"
 _SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
 
 
-async def write_sif(workshop: Workshop, image: LayeredImage, target: Path) -> None:
+async def write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Path) -> None:
     """Packs all files of an image into a SIF at ``target``.
 
     Raises:
@@ -34,10 +34,10 @@ async def write_sif(workshop: Workshop, image: LayeredImage, target: Path) -> No
         raise SiteError(f"{platform.machine()}: images cannot be made on this architecture; build them elsewhere")
     if shutil.which("mksquashfs", path=clean_environment()["PATH"]) is None:
         raise SiteError("mksquashfs: not on PATH, which images are packed with; install squashfs-tools")
-    await workshop.open()
-    squashfs, labels = workshop.place("squashfs"), workshop.place("labels")
-    top = [await _settings(workshop, image)] if image.settings else []
-    async with workshop.merged(image, top) as (prefix, root):
+    await workspace.open()
+    squashfs, labels = workspace.place("squashfs"), workspace.place("labels")
+    top = [await _settings(workspace, image)] if image.settings else []
+    async with workspace.merged(image, top) as (prefix, root):
         await run_tree(prefix, "pack", root, str(squashfs))
     labels.mkdir()
     document = labels / "inspect-metadata.json"
@@ -51,10 +51,10 @@ async def write_sif(workshop: Workshop, image: LayeredImage, target: Path) -> No
     await _run([*add, "--datatype", "6", "--filename", document.name, str(target), str(document)])
 
 
-async def _settings(workshop: Workshop, image: LayeredImage) -> Path:
+async def _settings(workspace: BuildWorkspace, image: LayeredImage) -> Path:
     """A tree in which Apptainer finds the variables of an image; a base that was written so before has others."""
-    trees = await workshop.trees(image)
-    top, name, number = workshop.place("settings"), SETTINGS.format(""), 0
+    trees = await workspace.trees(image)
+    top, name, number = workspace.place("settings"), SETTINGS.format(""), 0
     while any(os.path.lexists(tree / name) for tree in trees):
         number += 1
         name = SETTINGS.format(f"{number:03}")

@@ -10,9 +10,9 @@ from functools import partial
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers import listing
-from megaflow_hpc.environments.images.layers.view import Layer, Tree, View
+from megaflow_hpc.environments.images.layers.view import Layer, LayerView, Tree
 
-MOST_INODES = 1_000_000
+MAX_LISTED_INODES = 1_000_000
 """Files that are kept listed: some 200 MB."""
 _OF_A_BASE = 50_000
 
@@ -26,7 +26,7 @@ class Listings:
         """By digest or path, in the order of their last use, with their sizes in files."""
         self._guard = threading.Lock()
 
-    def view(self, image: LayeredImage) -> View:
+    def view(self, image: LayeredImage) -> LayerView:
         """Returns what an image's layers and base hold together; reads what is not known yet."""
         found: list[Layer] = []
         for layer in reversed(image.layers):
@@ -34,7 +34,7 @@ class Listings:
             found.append(self._get(layer.digest, make, layer.inodes))
         if image.base is not None:
             found.append(self._base(image.base))
-        return View(found)
+        return LayerView(found)
 
     def _base(self, base: Base) -> Layer:
         if os.path.isdir(base.path):
@@ -47,6 +47,6 @@ class Listings:
             if known is None:
                 known = (make(), inodes)
             self._known[key] = known
-            while len(self._known) > 1 and sum(size for _, size in self._known.values()) > MOST_INODES:
+            while len(self._known) > 1 and sum(size for _, size in self._known.values()) > MAX_LISTED_INODES:
                 del self._known[next(iter(self._known))]
         return known[0]

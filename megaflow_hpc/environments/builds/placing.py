@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megaflow_hpc.environments.images.layers.listing import Listing
+from megaflow_hpc.environments.images.layers.listing import LayerListing
 from megaflow_hpc.environments.images.layers.packing import Attributes, Packer, attributes_of
-from megaflow_hpc.environments.images.layers.view import Entry, View
+from megaflow_hpc.environments.images.layers.view import LayerView, ViewEntry
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.unpack import DEEPEST
 
@@ -48,11 +48,11 @@ class Placement:
 class Placer:
     """Writes items into ``packer``, over what ``below`` shows."""
 
-    def __init__(self, packer: Packer, below: View) -> None:
+    def __init__(self, packer: Packer, below: LayerView) -> None:
         self._packer = packer
-        self._made = Listing(lambda path, limit: b"")
+        self._made = LayerListing(lambda path, limit: b"")
         self._added: set[str] = set()
-        self._view = View([self._made, *below.layers])
+        self._view = LayerView([self._made, *below.layers])
 
     def place(self, items: Path, how: Placement) -> None:
         """Puts ``items/<number>/<name>`` in place: of a directory its contents, a file under its name in a directory.
@@ -103,7 +103,7 @@ class Placer:
         elif target:
             mode = attributes.mode if (how.mode and not _archived(found, how)) or not top else 0o755
             self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes, found))
-            self._add(target, Entry(stat.S_IFDIR, replace(attributes, mode=mode)))
+            self._add(target, ViewEntry(stat.S_IFDIR, replace(attributes, mode=mode)))
         with os.scandir(directory) as entries:
             inside = sorted(entries, key=lambda entry: entry.name)
         for entry in inside:
@@ -125,16 +125,16 @@ class Placer:
             raise ConfigError(f"{target}: a file cannot be copied over a directory")
         self._lead_to(posixpath.dirname(target), self._parent_attributes(how, attributes, found))
         if stat.S_ISLNK(found.st_mode):
-            self._add(target, Entry(stat.S_IFLNK, attributes, os.readlink(name, dir_fd=parent)))
+            self._add(target, ViewEntry(stat.S_IFLNK, attributes, os.readlink(name, dir_fd=parent)))
         elif stat.S_ISREG(found.st_mode):
             file = os.open(name, _FILE, dir_fd=parent)
             try:
-                self._made.add(target, Entry(stat.S_IFREG, attributes))
+                self._made.add(target, ViewEntry(stat.S_IFREG, attributes))
                 self._packer.file(target, file, attributes)
             finally:
                 os.close(file)
         elif stat.S_ISFIFO(found.st_mode):
-            self._made.add(target, Entry(stat.S_IFIFO, attributes))
+            self._made.add(target, ViewEntry(stat.S_IFIFO, attributes))
             self._packer.fifo(target, attributes)
 
     def _attributes(self, found: os.stat_result, how: Placement) -> Attributes:
@@ -164,9 +164,9 @@ class Placer:
             known = self._view.entry(place)
             if known is not None and not known.is_directory:
                 raise ConfigError(f"{place}: not a directory in the image")
-            self._add(place, known or Entry(stat.S_IFDIR, missing))
+            self._add(place, known or ViewEntry(stat.S_IFDIR, missing))
 
-    def _add(self, path: str, entry: Entry) -> None:
+    def _add(self, path: str, entry: ViewEntry) -> None:
         self._added.add(path)
         self._made.add(path, replace(entry, opaque=False))
         if entry.is_directory:

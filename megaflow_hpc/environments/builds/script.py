@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 
 from megaflow_hpc.environments.builds.accounts import Account
-from megaflow_hpc.environments.images.dockerfile.steps import Copy, Mount, Run
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, Mount, RunStep
 from megaflow_hpc.environments.sandbox import helper_python
 
 STEPS_DIR = "/.megaflow-build"
@@ -115,7 +115,9 @@ uncover() { # target, what cover printed
 """
 
 
-def run_text(step: Run, exports: Sequence[str], numbers: Sequence[int], who: Account, *, home: bool, room: bool) -> str:
+def run_text(
+    step: RunStep, exports: Sequence[str], numbers: Sequence[int], who: Account, *, home: bool, room: bool
+) -> str:
     """Returns what runs a ``RUN``.
 
     Args:

@@ -22,11 +22,11 @@ from megaflow_hpc.environments.builds.accounts import account, owner
 from megaflow_hpc.environments.builds.listings import Listings
 from megaflow_hpc.environments.builds.placing import Mode, Placement, Placer
 from megaflow_hpc.environments.builds.script import run_text
-from megaflow_hpc.environments.builds.workshop import Workshop
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace
 from megaflow_hpc.environments.images.dockerfile.archive import Known
 from megaflow_hpc.environments.images.dockerfile.context import lay_out
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, Run, Stage, Step, Workdir
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, RunStep, Stage, Step, Workdir
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
@@ -35,7 +35,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.tar import RefusedMember
 
 KEY_VERSION = "megaflow-step-3"
 KEY_LENGTH = 40
@@ -58,7 +58,7 @@ class StageBuilds:
         bases: Mapping[str, LayeredImage],
         layers: LayerStore,
         listings: Listings,
-        workshop: Workshop,
+        workspace: BuildWorkspace,
         spec: SandboxSpec,
         say: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class StageBuilds:
         self._images = dict(bases)
         self._layers = layers
         self._listings = listings
-        self._workshop = workshop
+        self._workspace = workspace
         self._spec = spec
         self._say = say
         self._pretended = False
@@ -103,21 +103,23 @@ class StageBuilds:
                 continue
             try:
                 layer = await self._step(image, absolute(step, image.workdir or "/", image.user), exports)
-            except (ConfigError, OSError, Refused) as error:
+            except (ConfigError, OSError, RefusedMember) as error:
                 raise ConfigError(f"{self._dockerfile.path}:{step.line}: {error}") from error
             image = image.over([layer] if layer else [])
         return image
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    async def _step(self, image: LayeredImage, step: Copy | Run | Workdir, exports: Sequence[str]) -> LayerFacts | None:
+    async def _step(
+        self, image: LayeredImage, step: Copy | RunStep | Workdir, exports: Sequence[str]
+    ) -> LayerFacts | None:
         key = step_key(self._dockerfile, self._images, self._spec.network, image, step, exports)
 
         async def make(file: Path) -> LayerFacts:
             self._say(f"{self._dockerfile.path}:{step.line}: {_title(step)}")
             for note in differences(step):
                 self._differs(step.line, note)
-            if isinstance(step, Run):
+            if isinstance(step, RunStep):
                 return await self._run(image, step, exports, file)
             if isinstance(step, Copy):
                 return await self._copy(image, step, file)
@@ -164,21 +166,21 @@ class StageBuilds:
         items = file.with_name("items")
         if step.origin is None:
             return await asyncio.to_thread(_placed, self._dockerfile, step, items, how, view, file)
-        await self._workshop.open()
-        items = self._workshop.place("items")
+        await self._workspace.open()
+        items = self._workspace.place("items")
         await self._copy_out(step, items)
-        facts = await self._workshop.placed(image, items, asdict(how), file)
+        facts = await self._workspace.placed(image, items, asdict(how), file)
         await asyncio.to_thread(remove_tree, items)
         return facts
 
     async def _copy_out(self, step: Copy, items: Path) -> None:
         assert step.origin is not None
         try:
-            await self._workshop.copy_out(self._images[step.origin], step.sources, items)
+            await self._workspace.copy_out(self._images[step.origin], step.sources, items)
         except SiteError as error:
             raise SiteError(f"{self._dockerfile.path}:{step.line}: --from={step.origin}: {error}") from error
 
-    async def _run(self, image: LayeredImage, step: Run, exports: Sequence[str], file: Path) -> LayerFacts:
+    async def _run(self, image: LayeredImage, step: RunStep, exports: Sequence[str], file: Path) -> LayerFacts:
         view = await asyncio.to_thread(self._listings.view, image)
         who = account(view, step.user)
         places = [view.entry(view.resolve(path)) for path in ("tmp", "var/tmp")]
@@ -186,27 +188,27 @@ class StageBuilds:
         if room and who.uid:
             self._differs(step.line, "/tmp and /var/tmp are made for everybody to write to")
         home = "HOME" not in variables_of([image.settings, *exports])
-        await self._workshop.open()
-        if self._workshop.pretends and not self._pretended:
+        await self._workspace.open()
+        if self._workspace.pretends and not self._pretended:
             self._pretended = True
             self._differs(step.line, "no subordinate ids here (/etc/subuid): while steps run, every file is root's")
         numbers = []
         for number, mount in enumerate(step.mounts, 1):
             numbers.append(number if mount.copy else 0)
             if mount.copy:
-                items = self._workshop.items / str(number)
+                items = self._workspace.items / str(number)
                 if mount.copy.origin is None:
                     await asyncio.to_thread(_lay_out, self._dockerfile, mount.copy, items)
                 else:
                     await self._copy_out(mount.copy, items)
-        async with await self._workshop.start(image, self._spec, view) as sandbox:
+        async with await self._workspace.start(image, self._spec, view) as sandbox:
             text = run_text(step, exports, numbers, who, home=home, room=room and bool(who.uid))
             await self._carry_out(sandbox, step.line, text)
-            facts, wrote_hosts = await self._workshop.layer_of(sandbox, file)
+            facts, wrote_hosts = await self._workspace.layer_of(sandbox, file)
         if wrote_hosts:
             self._differs(step.line, "/etc/hosts was changed, which is read-only there")
         for number in filter(None, numbers):
-            await asyncio.to_thread(remove_tree, self._workshop.items / str(number))
+            await asyncio.to_thread(remove_tree, self._workspace.items / str(number))
         return facts
 
     async def _carry_out(self, sandbox: ApptainerSandbox, line: int, text: str) -> None:
@@ -222,9 +224,9 @@ class StageBuilds:
         raise SiteError(f"{self._dockerfile.path}: the build failed at line {line}\n{shown}")
 
 
-def differences(step: Copy | Run | Workdir) -> list[str]:
+def differences(step: Copy | RunStep | Workdir) -> list[str]:
     """Returns what a step that is made finds otherwise than in Docker, where it may matter to what it makes."""
-    mounts = step.mounts if isinstance(step, Run) else []
+    mounts = step.mounts if isinstance(step, RunStep) else []
     said = []
     if any(mount.kind == "cache" for mount in mounts):
         said.append("a cache mount is empty in every step")
@@ -238,7 +240,7 @@ def step_key(
     images: Mapping[str, LayeredImage],
     network: str,
     image: LayeredImage,
-    step: Copy | Run | Workdir,
+    step: Copy | RunStep | Workdir,
     exports: Sequence[str],
 ) -> str:
     """Returns what a step is known by: a hash of all that goes into it.
@@ -253,7 +255,7 @@ def step_key(
     del content["line"]
     digest = hashlib.sha256(f"{KEY_VERSION}\0{identity(image)}\0{type(step).__name__}\0".encode())
     copies: list[Copy] = [step] if isinstance(step, Copy) else []
-    if isinstance(step, Run):
+    if isinstance(step, RunStep):
         copies = [mount.copy for mount in step.mounts if mount.copy]
         before = [image.settings, *exports] if image.settings else list(exports)
         content |= {"exports before": before, "network": network}
@@ -277,7 +279,7 @@ def variables_of(texts: Iterable[str]) -> set[str]:
     return {word.partition("=")[0] for text in texts for word in shlex.split(text) if "=" in word}
 
 
-def absolute(step: Copy | Run | Workdir, home: str, user: str) -> Copy | Run | Workdir:
+def absolute(step: Copy | RunStep | Workdir, home: str, user: str) -> Copy | RunStep | Workdir:
     """The step with its relative paths from the base image's own directory, and its user where none was named."""
     if isinstance(step, Workdir):
         return replace(step, path=posixpath.join(home, step.path), user=step.user or user or None)
@@ -290,7 +292,7 @@ def absolute(step: Copy | Run | Workdir, home: str, user: str) -> Copy | Run | W
 
 
 def _title(step: Step) -> str:
-    if isinstance(step, Run):
+    if isinstance(step, RunStep):
         words = " ".join(step.argv[2:] if step.argv[1:2] == ["-c"] else step.argv)
         return f"RUN {words.splitlines()[0][:80] if words.split() else words}"
     if isinstance(step, Copy):

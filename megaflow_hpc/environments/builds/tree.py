@@ -1,15 +1,15 @@
-"""The program that reads and packs the files of an image in the making, as uid 0 of the namespace that owns them.
+"""A program that reads and packs the files of an image while it is built, and :func:`run_tree`, which runs it.
 
-::
+It runs as uid 0 of the namespace that owns the files::
 
-    copy ROOT TARGET SOURCE…    what lies at each SOURCE of the image → TARGET/<number>/<its name>
-    place FILE ITEMS            a layer with ITEMS put in place; how, and over which layers, comes by standard input
-    layer FILE UPPER [marks]    a layer of what an overlay's upper directory holds; marks: files mark what is deleted
-    lay TARGET LAYER…           a base or layers, the lowest first, put over the tree at TARGET, which may be missing
-    pack ROOT FILE              the image → a squashfs
+    copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<its name>
+    place FILE ITEMS            writes a layer of ITEMS; standard input says where they go, and over which layers
+    layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: files mark what is deleted
+    lay TARGET LAYER…           puts a base or layers, the lowest first, over the tree at TARGET, which may be missing
+    pack ROOT FILE              packs the image into a squashfs
 
-The files are whatever a step has made. They are never opened by a path: every link in one is read as a process in the
-image would read it, and what is written goes into directories that are no links.
+A step of a Dockerfile may have made the files. So no file is opened by its path. Links are resolved as a process in the
+image would resolve them, and files are only written to directories that are not links.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ import os
 import posixpath
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.environments.builds.placing import Placement, Placer
 from megaflow_hpc.environments.images.layers import merging
+from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.packing import Packer, pack_tree
-from megaflow_hpc.environments.images.layers.view import Tree, View
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import beneath, child
+from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.tar import RefusedMember
 
 OURS = (".megaflow", ".megaflow-build", ".megaflow-placing", "dev")
 """Directories at the top in which the build's own were mounted."""
@@ -63,7 +66,7 @@ def place(file: str, items: str) -> None:
     said = json.load(sys.stdin)
     how = Placement(**said["how"] | {"owner": tuple(said["how"]["owner"]) if said["how"]["owner"] else None})
     with Packer(Path(file)) as packer:
-        Placer(packer, View([Tree(layer) for layer in said["layers"]])).place(Path(items), how)
+        Placer(packer, LayerView([Tree(layer) for layer in said["layers"]])).place(Path(items), how)
     _print(packer)
 
 
@@ -134,6 +137,28 @@ def pack(root: str, file: str) -> None:
     os.execvp("mksquashfs", ["mksquashfs", root, file, *_SQUASHFS])
 
 
+async def run_tree(prefix: Sequence[str], *words: str, said: Any = None) -> str:
+    """Runs one verb of the program and returns what it printed. The program ends if this task is cancelled.
+
+    Args:
+        prefix: argv prefix that enters its namespaces.
+        said: sent to its standard input as JSON.
+
+    Raises:
+        SiteError: it failed; carries the last line of its errors.
+    """
+    stdin = b"" if said is None else json.dumps(said).encode()
+    status, printed, errors = await child.run([*prefix, *child.argv_of(sys.modules[__name__]), *words], stdin)
+    if status:
+        raise SiteError(last_line(errors.decode("utf-8", "replace")))
+    return printed.decode()
+
+
+def facts_of(printed: str) -> LayerFacts:
+    """Parses the facts of a layer that the program has written."""
+    return LayerFacts(**json.loads(printed))
+
+
 def main() -> None:
     """Entry point of the process."""
     verb, *arguments = sys.argv[1:]
@@ -147,7 +172,7 @@ def main() -> None:
     os.umask(0o022)
     try:
         verbs[verb](*arguments)
-    except (ConfigError, Refused) as error:
+    except (ConfigError, RefusedMember) as error:
         sys.exit(f"{error}")
     except OSError as error:
         sys.exit(f"{error.filename or arguments[0]}: {error.strerror}")

@@ -26,7 +26,6 @@ class ImageFacts:
     bytes: int
     unpacked_bytes: int
     inodes: int
-    squashfs_offset: int
     base: ImageFacts | None = None
     """What the layers lie over."""
     layers: tuple[LayerFacts, ...] = ()
@@ -77,7 +76,7 @@ class ImageFiles:
         path = os.path.realpath(image)
         partition = sif.system_partition(path)
         unpacked = known_size(path) or sif.unpacked_bytes(path, partition)
-        facts = ImageFacts(path, digest_in(path), found.st_size, unpacked, partition.inodes, partition.offset)
+        facts = ImageFacts(path, digest_in(path), found.st_size, unpacked, partition.inodes)
         self._known[image] = (now, facts)
         return facts
 
@@ -90,7 +89,7 @@ class ImageFiles:
         if layered.base is not None:
             layered.base.check(image)
             place = layered.base.path
-            base = ImageFacts(os.path.realpath(place), None, 0, 0, 0, 0) if os.path.isdir(place) else self.facts(place)
+            base = ImageFacts(os.path.realpath(place), None, 0, 0, 0) if os.path.isdir(place) else self.facts(place)
         known = self._known.get(image)
         if known and known[1].base == base:
             return known[1]
@@ -103,7 +102,6 @@ class ImageFiles:
             sum(part.bytes for part in parts),
             sum(part.unpacked_bytes for part in parts),
             sum(part.inodes for part in parts),
-            0,
             base,
             layered.layers,
             layered.settings,

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from megaflow_hpc.environments.images.layers.blob import LARGEST, LayerFacts, measure
-from megaflow_hpc.environments.images.notes import link_note, locked, read_note, workplace, write_note
+from megaflow_hpc.environments.images.atomic_files import link_record, locked, read_record, workplace, write_record
+from megaflow_hpc.environments.images.layers.blob import MAX_LAYER_BYTES, LayerFacts, measure
 from megaflow_hpc.errors import SandboxError, SiteError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -58,7 +58,7 @@ class LayerStore:
             return None, None
         for root in self.roots:
             path = root / "layers" / digest
-            note = read_note(path.with_name(f"{digest}.json"))
+            note = read_record(path.with_name(f"{digest}.json"))
             with suppress(OSError, KeyError, TypeError, ValueError):
                 if note and path.stat().st_size == note["bytes"]:
                     facts = LayerFacts(digest, *(int(note[name]) for name in ("bytes", "unpacked_bytes", "inodes")))
@@ -68,7 +68,7 @@ class LayerStore:
     def step(self, key: str) -> tuple[LayerFacts | None] | None:
         """Returns the layer that a step has made before, ``(None,)`` if it changed nothing, ``None`` if it was not."""
         for root in self.roots:
-            if note := read_note(root / "steps" / f"{key}.json"):
+            if note := read_record(root / "steps" / f"{key}.json"):
                 digest = str(note.get("layer") or "")
                 facts = self.find(digest) if digest else None
                 if facts is not None or not digest:
@@ -94,7 +94,7 @@ class LayerStore:
         final = self.root / "layers" / facts.digest
         file.chmod(0o444)
         note = {name: value for name, value in asdict(facts).items() if name != "digest"}
-        write_note(final.with_name(f"{facts.digest}.json"), note)
+        write_record(final.with_name(f"{facts.digest}.json"), note)
         os.rename(file, final)
         with self._guard:
             self.added_bytes += facts.bytes
@@ -119,14 +119,14 @@ class LayerStore:
 
     def note_step(self, key: str, layer: LayerFacts | None, source: str) -> None:
         """Records which layer a step made; ``None``: it changed nothing."""
-        write_note(self.root / "steps" / f"{key}.json", {"layer": layer.digest if layer else "", "source": source})
+        write_record(self.root / "steps" / f"{key}.json", {"layer": layer.digest if layer else "", "source": source})
 
     def adopt(self, digest: str) -> None:
         """Has a layer in the store that is written to, by a link where another store has it."""
         path = self.path(digest)
         own = self.root / "layers" / digest
         if path != own:
-            link_note(own, path)
+            link_record(own, path)
 
     def remove(self, digest: str) -> int:
         """Takes a layer out of the store that is written to; returns the bytes that were freed."""
@@ -154,7 +154,7 @@ class LayerStore:
         """Removes the notes of steps whose layers are gone; returns how many."""
         count = 0
         for path in (self.root / "steps").glob("*.json"):
-            note = read_note(path) or {"layer": "?"}
+            note = read_record(path) or {"layer": "?"}
             if note.get("layer") and not self.find(str(note["layer"])):
                 path.unlink(missing_ok=True)
                 count += 1
@@ -167,13 +167,13 @@ class _Kept:
     def __init__(self, pieces: Iterable[bytes], writer: BinaryIO) -> None:
         self._pieces = filter(None, pieces)
         self._writer = writer
-        self._left = LARGEST
+        self._left = MAX_LAYER_BYTES
 
     def read(self, size: int) -> bytes:
         """Returns the next piece, however long; nothing at the end."""
         piece = next(self._pieces, b"")
         self._left -= len(piece)
         if self._left < 0:
-            raise SiteError(f"more than {LARGEST} bytes in one layer")
+            raise SiteError(f"more than {MAX_LAYER_BYTES} bytes in one layer")
         self._writer.write(piece)
         return piece

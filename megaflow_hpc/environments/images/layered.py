@@ -28,7 +28,7 @@ from megaflow_hpc.errors import SandboxError
 SUFFIX = ".image"
 FORMAT = "megaflow-hpc/image"
 FORMAT_VERSION = 1
-_LARGEST = 1 << 22
+_MAX_DOCUMENT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
     """Reads a document; raises :class:`SandboxError` for a file that is none, or not the one its name says."""
     try:
         with open(path, "rb") as file:
-            data = file.read(_LARGEST)
+            data = file.read(_MAX_DOCUMENT_BYTES)
         content = json.loads(data)
         if content["format"] != FORMAT or content["format_version"] > FORMAT_VERSION:
             raise ValueError(f"of format {content['format']} {content['format_version']}")

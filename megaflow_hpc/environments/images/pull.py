@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.apptainer_build import SIF_OPTIONS, build
+from megaflow_hpc.environments.images.atomic_files import locked
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
-from megaflow_hpc.environments.images.notes import locked
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
 from megaflow_hpc.errors import SiteError
@@ -24,8 +24,7 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 SPARE = 1 << 30
 """Bytes that a pull leaves free."""
-EVERY_S = 2.0
-"""Between two lines of progress."""
+REPORT_INTERVAL_S = 2.0
 
 Say = Callable[[str], None]
 
@@ -123,7 +122,7 @@ class _Progress:
                     "MEGAFLOW_IMAGE_STORE to a larger place"
                 )
             self.say(f"{self.source}: {total / 1e6:.1f} MB to fetch" if total else f"{self.source}: fetching")
-        elif now - self._said >= EVERY_S:
+        elif now - self._said >= REPORT_INTERVAL_S:
             self._said = now
             left = (total - done) * (now - self._start) / done
             self.say(f"{self.source}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {left:.0f} s left")

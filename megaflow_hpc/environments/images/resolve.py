@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images.apptainer_build import build_definition, definition_digest, identity
+from megaflow_hpc.environments.images.build_progress import BuildProgress, BuildWatch, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
-from megaflow_hpc.environments.images.making import Making, Watch, make_all
 from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.registries import Registries, is_remote
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 
-MOST_BUILD_S = 6 * 3600.0
+MAX_BUILD_S = 6 * 3600.0
 """Longest build, whatever a task states."""
 
 KEY_LENGTH = 32
@@ -84,13 +84,13 @@ class Images:
         """Gets one line for each step of a Dockerfile that is made, and the progress of what is fetched."""
         self.used: dict[str, tuple[str, Path | None]] = {}
         """Key → source and file of every image of the store that was asked for; no file where it is not there yet."""
-        self.show: Callable[[Making], None] = lambda state: None
+        self.show: Callable[[BuildProgress], None] = lambda state: None
         """Gets how far :meth:`resolve_all` is, some times a second."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
 
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: BuildWatch) -> None:
         """Has ``watch`` told what is made, and how far that is."""
         self.say, self.show = watch.say, watch.show
 
@@ -104,7 +104,7 @@ class Images:
     ) -> dict[str, str]:
         """The image file of every image that is asked for, as name → absolute path.
 
-        Every name is looked up before anything is made; then images are made side by side (making.py).
+        Every name is looked up before anything is made; then images are made in parallel (build_progress.py).
 
         Args:
             build: build what is not there yet; without it only the names and sources are checked.
@@ -127,7 +127,7 @@ class Images:
                     raise
                 failures[name] = error
             if build:
-                self.show(Making(len(wanted), number))
+                self.show(BuildProgress(len(wanted), number))
         if not build:
             return {name: str(path) for name, path in found.items()}
         # What is not there yet comes under another key where its base is not there either.
@@ -140,7 +140,7 @@ class Images:
         there, steps, before = len(found) - len(jobs), self._steps, self._added_bytes
 
         def told(made: int, failed: int, at_work: int, elapsed_s: float) -> None:
-            state = Making(len(wanted), len(wanted), there, len(jobs), made, failed, at_work)
+            state = BuildProgress(len(wanted), len(wanted), there, len(jobs), made, failed, at_work)
             self.show(replace(state, steps=self._steps - steps, bytes=self._added_bytes - before, elapsed_s=elapsed_s))
 
         if wanted:
@@ -225,9 +225,7 @@ class Images:
             if self.builder is None:
                 raise SiteError(f"{dockerfile.path}: not in the image store, and nothing here builds Dockerfiles")
             files = {name: str(path) for name, path in bases.items()}
-            return self.builder.build(
-                dockerfile, files, self.store.layers, min(timeout_s, MOST_BUILD_S), self._say_step
-            )
+            return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MAX_BUILD_S), self._say_step)
 
         return self._made(key, str(dockerfile.path), make, build=build)
 

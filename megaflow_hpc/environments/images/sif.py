@@ -28,8 +28,8 @@ _SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQ")
 _SQUASHFS_MAGIC = 0x73717368
 
 
-_MOST_OBJECTS = 256
-_LONGEST_DOCUMENT = 1 << 20
+_MAX_OBJECTS = 256
+_MAX_DOCUMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Object:
 
 
 @dataclass(frozen=True)
-class Partition:
+class SifPartition:
     """The squashfs that holds an image's files. Sizes in bytes."""
 
     offset: int
@@ -52,7 +52,7 @@ class Partition:
     inodes: int
 
 
-def system_partition(path: str | os.PathLike[str]) -> Partition:
+def system_partition(path: str | os.PathLike[str]) -> SifPartition:
     """Returns where in a SIF its root file system lies.
 
     Raises:
@@ -65,7 +65,7 @@ def system_partition(path: str | os.PathLike[str]) -> Partition:
         raise SandboxError(f"{path}: cannot be read as an image ({error}); build or pull it again") from error
 
 
-def _read(descriptor: int, name: str) -> Partition:
+def _read(descriptor: int, name: str) -> SifPartition:
     total = os.fstat(descriptor).st_size
     for found in _objects(descriptor, name):
         filesystem, role = struct.unpack_from("<ii", found.extra)
@@ -81,7 +81,7 @@ def _read(descriptor: int, name: str) -> Partition:
             raise SandboxError(
                 f"{name}: no squashfs at byte {found.offset}; the file is damaged, build or pull it again"
             )
-        return Partition(found.offset, found.size, block[1])
+        return SifPartition(found.offset, found.size, block[1])
     raise SandboxError(f"{name}: a SIF without a root file system; it holds data, not an image")
 
 
@@ -96,7 +96,7 @@ def documents(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {
             found.name: json.loads(os.pread(file.fileno(), found.size, found.offset))
             for found in _objects(file.fileno(), str(path))
-            if found.kind == _GENERIC_JSON and found.size <= _LONGEST_DOCUMENT
+            if found.kind == _GENERIC_JSON and found.size <= _MAX_DOCUMENT_BYTES
         }
 
 
@@ -105,7 +105,7 @@ def _objects(descriptor: int, name: str) -> Iterator[_Object]:
     if fields[1].rstrip(b"\0") != b"SIF_MAGIC":
         raise SandboxError(f"{name}: not a SIF file; expected one that apptainer build or pull made")
     count, start = fields[8], fields[9]
-    table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), _MOST_OBJECTS), start)
+    table = os.pread(descriptor, _DESCRIPTOR.size * min(max(count, 0), _MAX_OBJECTS), start)
     for row in range(len(table) // _DESCRIPTOR.size):
         entry = _DESCRIPTOR.unpack_from(table, row * _DESCRIPTOR.size)
         if entry[1]:
@@ -113,7 +113,7 @@ def _objects(descriptor: int, name: str) -> Iterator[_Object]:
             yield _Object(entry[0], entry[5], entry[6], title, entry[13])
 
 
-def unpacked_bytes(path: str | os.PathLike[str], partition: Partition) -> int:
+def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int:
     """Returns the bytes of an image's files once unpacked; estimated where ``unsquashfs`` is missing."""
     program = shutil.which("unsquashfs")
     if program:
@@ -136,7 +136,7 @@ def unpacked_bytes(path: str | os.PathLike[str], partition: Partition) -> int:
     return 3 * partition.size
 
 
-def unpack(path: Path, target: Path, partition: Partition) -> bool:
+def unpack(path: Path, target: Path, partition: SifPartition) -> bool:
     """Unpacks an image's files below ``target``, owned by the caller, every directory writable by them.
 
     Returns ``False``, and leaves nothing, where ``unsquashfs`` is missing or skipped something: Apptainer, which brings

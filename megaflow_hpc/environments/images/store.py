@@ -7,7 +7,7 @@
       sha256/<digest>.image                  one that is a base and layers (layered.py)
       layers/  steps/                        its layers, and which step made which (layer_store.py)
       names/<key>.json                       what was asked for, by its key → digest
-      work/<key>.lock  <kind>.<host>-<pid>-<start>     of who builds (notes.py)
+      work/<key>.lock  <kind>.<host>-<pid>-<start>     of who builds (atomic_files.py)
 
 Everything appears by rename, whole. Who owns a store writes to it; for others it is read-only, and several stores are
 looked through in order: one's own, then the group's. A store keeps no state that a reader would have to change.
@@ -24,10 +24,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megaflow_hpc.environments.images.atomic_files import (
+    abandoned,
+    link_record,
+    locked,
+    read_record,
+    sweep,
+    workplace,
+    write_record,
+)
+from megaflow_hpc.environments.images.disk_quota import (
+    STORE_DIRECTORIES,
+    VARIABLE,
+    check_quota,
+    check_safe,
+    default_stores,
+)
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
-from megaflow_hpc.environments.images.notes import abandoned, link_note, locked, read_note, sweep, workplace, write_note
-from megaflow_hpc.environments.images.room import ROOMS, VARIABLE, check_room, check_safe, default_stores
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.host.private import make_parents
@@ -89,7 +103,7 @@ class ImageStore:
     def find(self, key: str) -> Path | None:
         """Returns the image that was made for ``key``, from whichever store has it with all that it is made of."""
         for root in self.roots:
-            name = read_note(root / "names" / f"{key}.json")
+            name = read_record(root / "names" / f"{key}.json")
             if name and (image := self._image(root, str(name.get("digest")))) and self.whole(image.path):
                 return Path(image.path)
         return None
@@ -126,12 +140,12 @@ class ImageStore:
         found: dict[str, list[str]] = {}
         for root in self.roots:
             for path in sorted((root / "names").glob("*.json")):
-                if name := read_note(path):
+                if name := read_record(path):
                     found.setdefault(str(name["digest"]), []).append(str(name.get("source")))
         return found
 
     def _image(self, root: Path, digest: str) -> StoredImage | None:
-        known = read_note(root / "sha256" / f"{digest}.json")
+        known = read_record(root / "sha256" / f"{digest}.json")
         for path in (root / "sha256" / f"{digest}{ending}" for ending in (".sif", SUFFIX)):
             with suppress(OSError, KeyError):
                 size = path.stat().st_size
@@ -199,7 +213,7 @@ class ImageStore:
                 file.flush()
                 os.fsync(file.fileno())
             target.chmod(0o444)
-            write_note(final.with_suffix(".json"), facts)
+            write_record(final.with_suffix(".json"), facts)
             os.rename(target, final)
         return StoredImage(str(final), digest, **facts)  # type: ignore[arg-type]
 
@@ -208,19 +222,19 @@ class ImageStore:
         if not os.path.exists(path):
             raise SiteError(f"{path}: removed while an image was built on it; build or pull it again")
         if not own.exists():
-            link_note(own, Path(path))
+            link_record(own, Path(path))
 
     def name(self, key: str, source: str, digest: str) -> None:
         """Records that ``key`` is answered by the image of ``digest``."""
-        write_note(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
+        write_record(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:
         """Takes an image and its names out of the store that is written to; returns the bytes that were freed.
 
-        Layers stay: others may share them (sharing.py).
+        Layers stay: others may share them (pruning.py).
         """
         for name in (self.root / "names").glob("*.json"):
-            if (known := read_note(name)) and known.get("digest") == digest:
+            if (known := read_record(name)) and known.get("digest") == digest:
                 name.unlink(missing_ok=True)
         freed = 0
         for path in (self.root / "sha256" / f"{digest}{ending}" for ending in (".sif", SUFFIX)):
@@ -248,11 +262,11 @@ class ImageStore:
                 f"{source}: not in the image store {self.root}, which is not yours to write to; "
                 f"ask its owner to run megaflow-hpc images build, or put a store of yours before it: {remedy}"
             )
-        check_room(self.root)
+        check_quota(self.root)
         make_parents(self.root)
         self.root.mkdir(mode=0o700, exist_ok=True)
         mode = self.root.stat().st_mode & 0o7777
-        for name in ROOMS:
+        for name in STORE_DIRECTORIES:
             place = self.root / name
             if not place.is_dir():
                 place.mkdir(exist_ok=True)
@@ -280,7 +294,7 @@ class ImageStore:
         )
         target.chmod(0o444)
         known = {name: value for name, value in asdict(image).items() if name in _KNOWN}
-        write_note(final.with_suffix(".json"), known)
+        write_record(final.with_suffix(".json"), known)
         os.rename(target, final)
         return image
 
@@ -291,5 +305,5 @@ _KNOWN = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
 def known_size(path: str | os.PathLike[str]) -> int | None:
     """Returns the bytes of the unpacked files of a store's image, as its store noted; ``None`` for a file of no
     store."""
-    known = read_note(Path(path).with_suffix(".json")) if digest_in(path) else None
+    known = read_record(Path(path).with_suffix(".json")) if digest_in(path) else None
     return int(known["unpacked_bytes"]) if known and known.get("bytes") == os.path.getsize(path) else None

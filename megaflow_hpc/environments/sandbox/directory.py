@@ -16,7 +16,7 @@ import os
 
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.limits.disk import BLOCK
-from megaflow_hpc.environments.sandbox.limits.watchdog import Watch
+from megaflow_hpc.environments.sandbox.limits.watchdog import SandboxWatch
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.environments.sandbox.rootfs import upperdir
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -75,7 +75,7 @@ class SandboxDirectory:
                 f"{error.filename}: cannot be made ({error.strerror}); see that scratch is not full"
             ) from error
 
-    async def start(self, spec: SandboxSpec, watch: Watch) -> Container:
+    async def start(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
         """Starts a container on the layer as it is. Apptainer starts it if it cannot be cloned.
 
         Raises:
@@ -94,7 +94,7 @@ class SandboxDirectory:
         """True if no container has run on the layer and it holds no snapshot."""
         return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
-    async def _start(self, spec: SandboxSpec, watch: Watch, templates: Templates | None) -> Container:
+    async def _start(self, spec: SandboxSpec, watch: SandboxWatch, templates: Templates | None) -> Container:
         control = os.path.join(self.directory, f"control-{self._containers}")
         self._containers += 1
 
@@ -110,7 +110,6 @@ class SandboxDirectory:
             if new := [own for own in self._own_binds(spec) if own not in self._laid_out]:
                 self._laid_out |= await asyncio.to_thread(lambda: {own: _size(own) for own in new})
             self.measured_by(watch, spec)
-            self.access.check()
             container.prepare(spec.env, spec.as_root, spec.workdir, self.access.settings)
             pristine = self._is_new
             line = self.access.command_line(
@@ -153,13 +152,13 @@ class SandboxDirectory:
         parts = [bind.split(":") for bind in spec.binds]
         return [part[0] for part in parts if part[0].startswith(f"{self.directory}/") and part[2:] != ["ro"]]
 
-    def measured_by(self, watch: Watch, spec: SandboxSpec) -> None:
+    def measured_by(self, watch: SandboxWatch, spec: SandboxSpec) -> None:
         """Tells the watch which directories ``disk_mb`` bounds, and how many bytes the sandbox did not write."""
         own = self._own_binds(spec)
         watch.directories = [self.layer.path, *own]
         watch.occupied = self.layer.occupied + sum(self._laid_out.get(directory, 0) for directory in own)
 
-    async def start_again(self, spec: SandboxSpec, watch: Watch) -> Container:
+    async def start_again(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
         """Starts a container. If it does not start on the current layer, restores the image's files and tries again.
 
         Raises:
@@ -175,7 +174,7 @@ class SandboxDirectory:
             except (SandboxError, OSError) as error:
                 raise LostError(str(error)) from error
 
-    async def drop(self, watch: Watch) -> None:
+    async def drop(self, watch: SandboxWatch) -> None:
         """Ends the container with all its processes; the layer stays."""
         container, self.container = self.container, None
         if container is not None:

@@ -22,7 +22,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError, SetupError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import copy_tree, remove_tree
-from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.tar import RefusedMember
 from megaflow_hpc.host.unpack import Budget, TreeWriter, unpack_tar
 from megaflow_hpc.types import ExecResult
 
@@ -244,9 +244,9 @@ async def _download(fetch: Fetch, source: str, target: str, scratch: str, budget
             if spool.failed:
                 raise spool.failed
             if spool.left < 0:
-                raise Refused("more bytes than are allowed")
+                raise RefusedMember("more bytes than are allowed")
             await _in_thread(lambda: _receive(file, done, source, target, budget))
-    except Refused as error:
+    except RefusedMember as error:
         if str(error).startswith("more "):
             raise SetupError(
                 f"{source}: {error}: at most {allowed // 10**6} MB come out of this sandbox (its disk_mb, and never "
@@ -283,14 +283,14 @@ def _receive(file: IO[bytes], done: ExecResult, source: str, target: str, budget
     if kind == b"d\n":
         try:
             unpack_tar(cast(BinaryIO, file), target, budget)
-        except Refused as error:
-            raise Refused(f"{error}{said}") from error
+        except RefusedMember as error:
+            raise RefusedMember(f"{error}{said}") from error
     elif kind == b"f\n" and not done.exit_code:
         place = Path(target) / Path(source).name if Path(target).is_dir() else Path(target)
         with TreeWriter(place.parent, budget) as tree:
             tree.file((os.fsencode(place.name),), iter(lambda: file.read(1 << 20), b""))
     elif done.exit_code or kind:
-        raise Refused(f"its programs ended with {done.exit_code}{said}")
+        raise RefusedMember(f"its programs ended with {done.exit_code}{said}")
     else:
         raise SetupError(f"{source}: nothing to download: no such file or directory in the sandbox")
 
@@ -306,17 +306,13 @@ async def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _nothing_at(paths: LayerPaths, path: str) -> bool:
-    """Whether there is nothing at the absolute ``path``, or an empty directory that the layer alone has.
+    """Returns whether nothing is at the absolute ``path``, or an empty directory that the layer alone has.
 
-    ``False`` also where it cannot be told: a link or a deletion is in the way, the image has something there or is not
-    unpacked. Nothing may run in the sandbox. No link of the layer is followed.
+    Also ``False`` if a link or a deletion is in the way, or if the image has something there. No process may run in the
+    sandbox. No link of the layer is followed.
     """
     parts = PurePosixPath(path).parts[1:]
-    return (
-        ".." not in parts
-        and _nothing_in_layer(paths, parts)
-        and (paths.image is not None and not leads(paths.image, parts))
-    )
+    return ".." not in parts and _nothing_in_layer(paths, parts) and not leads(paths.image, parts)
 
 
 def _nothing_in_layer(paths: LayerPaths, parts: tuple[str, ...]) -> bool:

@@ -10,9 +10,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
+from megaflow_hpc.environments.images.cache import index
 from megaflow_hpc.environments.sandbox.processes import namespace_init
-from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.private import is_private
@@ -20,28 +19,25 @@ from megaflow_hpc.host.process import Identity, descendants
 
 
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
-    """Cleans ``SCRATCH/owners`` of dead owners, and the cache of images of what they left half made.
+    """Removes dead owners from ``SCRATCH/owners``, and their unfinished copies from the cache of images.
 
-    What lies there says which processes are killed and what is removed, so a directory into which others may have put
-    something is left alone.
+    The files there say which processes are killed and what is removed. So a directory that another user may have
+    written to is left alone.
 
     Returns:
-        ``owners``, ``sandboxes``, ``processes`` and ``mounts`` ended or removed, and ``left``: directories that could
-        not be.
+        ``owners``, ``sandboxes`` and ``processes`` ended or removed, and ``left``: directories that could not be.
 
     Raises:
         SiteError: ``scratch`` is not this user's, or others may write there.
     """
-    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "mounts": 0, "left": 0}
+    counts = {"owners": 0, "sandboxes": 0, "processes": 0, "left": 0}
     if not os.path.lexists(scratch):
         return counts
     if not is_private(scratch):
         raise SiteError(f"{scratch}: not a directory of this user's alone; others may have put something there")
     if is_private(cache := Path(scratch) / "cache"):
         with suppress(OSError):
-            Shelf(cache, Room(0, 0)).tidy()
-    if is_private(Path(scratch) / "mounts"):
-        counts["mounts"] = sweep_mounts(scratch)
+            index.tidy(cache)
     if not is_private(Path(scratch) / "owners"):
         return counts
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import tempfile
@@ -33,7 +32,7 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
-FORMAT = 3
+FORMAT = 4
 PROBE_S = 20.0
 """For one container of the probe; a node that needs longer has none to offer."""
 
@@ -60,8 +59,6 @@ class Site:
     gateway_by: Literal["nsenter", "helper", ""]
     """How a listener gets into a private network (network.py)."""
     user_namespaces: str
-    mount: str
-    """Why an image cannot be mounted once for all sandboxes of a job."""
     kernel: str
     processes: str
     """Why the number of processes is not bounded by the kernel."""
@@ -117,7 +114,6 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         gateway=gateway,
         gateway_by=gateway_by,
         user_namespaces=namespaces,
-        mount=why_no_mount(namespaces) or ("" if overlay_by == "kernel" else "the kernel gives users no overlay here"),
         kernel=release,
         processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
         calls=_unfiltered(namespaces),
@@ -199,18 +195,6 @@ def is_setuid(apptainer: str) -> bool:
             if found.st_mode & stat.S_ISUID and found.st_uid == 0:
                 return True
     return False
-
-
-def why_no_mount(namespaces: str) -> str:
-    """Returns why ``squashfuse_ll`` cannot serve an image to all sandboxes of a job; empty if it can."""
-    if namespaces:
-        return f"no user namespaces: {namespaces}"
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse is not open to users"
-    for tool in ("squashfuse_ll", "nsenter", "unshare"):
-        if shutil.which(tool) is None:
-            return f"{tool} is not on PATH"
-    return ""
 
 
 def _unfiltered(namespaces: str) -> str:

@@ -17,15 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.sandbox import helper_python, probe
 from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_terminal
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access, ImageAccess
-from megaflow_hpc.environments.sandbox.rootfs.mounts import sweep_mounts
 from megaflow_hpc.environments.sandbox.sandbox import OUTPUT_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
@@ -69,7 +67,7 @@ class ApptainerProvider:
         self._kind = kind_of(file_system(self.scratch))
         cached = ImageCache(self.cache, self.apptainer)
         self.images = ImageAccess(cached, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._kind)
-        self._prefetcher = Prefetcher(cached, self.images.copied_form)
+        self._prefetcher = Prefetcher(cached, self.images.is_flat)
         self._templates = Templates(
             self._own, (self.scratch, self.cache), self.apptainer, self.scratch, start_timeout_s
         )
@@ -91,7 +89,7 @@ class ApptainerProvider:
 
         Args:
             snapshot: files to start with, from :meth:`ApptainerSandbox.snapshot`; any number of sandboxes may.
-            access: the hold on the image; default: one in the form that is cheapest here.
+            access: the hold on the image; default: the one that the cache gives.
 
         Raises:
             ConfigError: the spec itself is wrong.
@@ -148,10 +146,9 @@ class ApptainerProvider:
         return workplace(self.scratch, "w")
 
     async def stage(self, image: str) -> str:
-        """Brings ``image`` to this node in the form that sandboxes will use, if it is not here yet; returns where it is
-        now.
+        """Unpacks ``image`` into the node's cache if it is not there yet. Returns the path of its bottom tree.
 
-        It stays until room is needed for others.
+        It stays until the cache needs room for other images.
         """
         access = await self._acquire(image)
         access.release()
@@ -180,7 +177,6 @@ class ApptainerProvider:
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)
         await self._templates.close()
         await asyncio.to_thread(self.watchdog.close)
-        await asyncio.to_thread(sweep_mounts, self.scratch)
         try:
             self._own.rmdir()
         except OSError:

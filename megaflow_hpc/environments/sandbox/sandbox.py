@@ -20,7 +20,7 @@ from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatc
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.files import SandboxFiles
-from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, Watch, Watchdog
+from megaflow_hpc.environments.sandbox.limits.watchdog import Breach, SandboxWatch, Watchdog
 from megaflow_hpc.environments.sandbox.network import listen
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
@@ -64,7 +64,7 @@ class ApptainerSandbox(SandboxFiles):
         """Limits passed since the start, in order."""
         self._over: Breach | None = None
         self._watchdog = watchdog
-        self._watch = Watch(spec, self._dir.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
+        self._watch = SandboxWatch(spec, self._dir.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
         """Returns what was used since the start, by all its containers; also once it has stopped."""
         self._helper_python = interpreter
@@ -270,7 +270,7 @@ class ApptainerSandbox(SandboxFiles):
         """
         container = await self._alive()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
-        result = await container.commands.run(
+        return await container.commands.run(
             command,
             cwd=os.path.join(self.workdir, cwd) if cwd else self.workdir,
             env=env,
@@ -279,8 +279,6 @@ class ApptainerSandbox(SandboxFiles):
             limit=self._output_limit if output_limit is None else output_limit,
             on_output=on_output,
         )
-        self._dir.access.check(result.exit_code)
-        return result
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: a free port). The caller closes it.

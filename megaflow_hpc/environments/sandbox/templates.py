@@ -194,7 +194,6 @@ class Templates:
             spec.as_root
             and not spec.nested
             and not spec.fakeroot
-            and access.form == "tree"
             and access.namespace is None
             and self._seen[key]
             and self._sees(bind.split(":")[0] for bind in spec.binds)

@@ -13,10 +13,10 @@ from aiohttp import web
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
-from megaflow_hpc.model.gateway.conversations import Asked
+from megaflow_hpc.model.gateway.conversations import AskedPrompt
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
 from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
-from megaflow_hpc.model.gateway.engine_call import Refused, choices
+from megaflow_hpc.model.gateway.engine_call import RefusedCall, choices
 from megaflow_hpc.model.gateway.engine_client import Place
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
 from megaflow_hpc.model.gateway.http_messages import (
@@ -235,7 +235,13 @@ class Calls:
         return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
 
     def _replayed(
-        self, rollout: OpenRollout, policy: str, path: str, asked: Mapping[str, Any], conversation: Asked, known: str
+        self,
+        rollout: OpenRollout,
+        policy: str,
+        path: str,
+        asked: Mapping[str, Any],
+        conversation: AskedPrompt,
+        known: str,
     ) -> dict[str, Any]:
         """Returns the recorded answer to a call, and records it again."""
         try:
@@ -272,7 +278,7 @@ class Calls:
             policy = self._policy(rollout, body)
             sampling = self._sampling.get(policy, Sampling())
             return await self._caller.call(rollout, policy, path, body, ask, size, place, sampling, limit)
-        except Refused as refusal:
+        except RefusedCall as refusal:
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None

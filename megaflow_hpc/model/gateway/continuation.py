@@ -21,7 +21,7 @@ from typing import Any
 from megaflow_hpc.model.api import RENDER, TEXTS
 from megaflow_hpc.model.engine_answer import ids
 from megaflow_hpc.model.gateway.dialects.base import reasoning_of
-from megaflow_hpc.model.gateway.engine_call import Call, Refused
+from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall
 from megaflow_hpc.model.gateway.recorder import Tip
 from megaflow_hpc.model.offload import offload
 
@@ -80,7 +80,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
     }
     try:
         choices = (await call.post(TEXTS, request, 8 * len(sampled)))["choices"] if asked else []
-    except Refused:
+    except RefusedCall:
         return False  # this server cannot decode ids
     texts = [str(choice["text"]).rstrip("\ufffd") for choice in choices]
     if len(texts) != len(asked):

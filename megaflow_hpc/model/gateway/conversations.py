@@ -25,7 +25,7 @@ from megaflow_hpc.trajectory import Recording
 Message = Mapping[str, Any]
 
 
-class Asked(list[Message]):
+class AskedPrompt(list[Message]):
     """The messages of a call, as they are sent to the engine, and their position in the tree."""
 
     def __init__(self, messages: Sequence[Message], keys: list[str], nodes: list[int], started_by: int) -> None:
@@ -53,7 +53,7 @@ class Conversations:
             self._index(node, fingerprint(self._messages[node]), answers.get(node))
             self._close(parent)
 
-    def find(self, messages: Sequence[Message], policy: str) -> Asked:
+    def find(self, messages: Sequence[Message], policy: str) -> AskedPrompt:
         """Returns the messages to send to the engine for a call, with their position in the tree.
 
         Args:
@@ -83,9 +83,9 @@ class Conversations:
                 known = depth
                 break
             sent[depth] = first
-        return Asked(sent, keys, nodes[:known], self._starter(sent, nodes[:known]))
+        return AskedPrompt(sent, keys, nodes[:known], self._starter(sent, nodes[:known]))
 
-    def add(self, asked: Asked, answer: Message | None, turn: int) -> int:
+    def add(self, asked: AskedPrompt, answer: Message | None, turn: int) -> int:
         """Stores the new messages of a call, and its answer. Returns the answer's node, -1 if there is no answer."""
         node = asked.nodes[-1] if asked.nodes else -1
         for message, key in zip(asked[len(asked.nodes) :], asked.keys[len(asked.nodes) :], strict=True):

@@ -32,7 +32,7 @@ class Reply(dict[str, Any]):
     """Bytes that the server sent."""
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """The engine refused a request as wrong (4xx). The agent gets the refusal unchanged."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -109,7 +109,7 @@ async def post(
             raise Doubtful(said)
         if status > 501 or status in RETRIED or status < 400:
             raise Unavailable(said, retry_after_s(response.headers.get("retry-after", "")))
-        raise Refused(status, bytes(raw[:_MAX_REFUSAL]))
+        raise RefusedCall(status, bytes(raw[:_MAX_REFUSAL]))
     try:
         found = await offload(len(raw), decoded, raw, ANSWER)
     except TooMuch as error:
@@ -199,7 +199,7 @@ class Call(NamedTuple):
         if self.limit:
             try:
                 return await self.post(self.path, self.asked(**changes, max_tokens=self.limit))
-            except Refused:
+            except RefusedCall:
                 pass
         return await self.post(self.path, self.asked(**changes))
 

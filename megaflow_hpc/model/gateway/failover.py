@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.api import CHAT
-from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Unavailable
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, RefusedCall, Unavailable
 from megaflow_hpc.model.gateway.engine_client import EngineClient, Place
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
@@ -152,7 +152,7 @@ class Caller:
                 rollout.failed(cause, control)
                 if controlled:
                     rollout.failed("")
-                    raise Refused(400, cause.encode()) from error
+                    raise RefusedCall(400, cause.encode()) from error
                 if time.monotonic() >= deadline and not (controlled := await control()):
                     raise ModelServiceError(f"policy {policy!r}: {cause}") from error
                 await asyncio.sleep(0)  # a server that fails at once must not hold the loop
@@ -160,7 +160,7 @@ class Caller:
             except Doubtful as error:
                 server.succeeded()  # it is there
                 doubt = error
-            except Refused:
+            except RefusedCall:
                 server.succeeded()  # it looked at the request
                 raise
             else:
@@ -178,7 +178,7 @@ class Caller:
                 by_request = doubt.by_request or await control()
                 rollout.failed("" if by_request else cause)
                 if by_request or not doubt.again:
-                    raise Refused(400, cause.encode()) from doubt
+                    raise RefusedCall(400, cause.encode()) from doubt
             if doubts.total() >= DOUBTS or now >= deadline:
                 raise ModelServiceError(f"policy {policy!r}: {cause}") from doubt
             await asyncio.sleep(PAUSE_S * 2 ** (doubts.total() - 1))
@@ -199,7 +199,7 @@ class Caller:
             )
             try:
                 await ask(own)
-            except Refused:
+            except RefusedCall:
                 pass  # the engine works: it checked the request
             except (Unavailable, Doubtful):
                 return False

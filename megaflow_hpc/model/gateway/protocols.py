@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
 from megaflow_hpc.model.engine_answer import check, check_size, ids, scores
 from megaflow_hpc.model.gateway.continuation import continued
-from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, Refused, Reply, multiplied, weight_version
-from megaflow_hpc.model.gateway.recorder import Sample
+from megaflow_hpc.model.gateway.engine_call import Call, Doubtful, RefusedCall, Reply, multiplied, weight_version
+from megaflow_hpc.model.gateway.recorder import SampledTokens
 from megaflow_hpc.model.json_text import TooMuch
 from megaflow_hpc.model.offload import offload
 
@@ -48,7 +48,7 @@ class Answer:
     """An engine's answer, split into what goes back to the agent and what is recorded."""
 
     body: dict[str, Any]
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SampledTokens] = field(default_factory=list)
     """Empty if the engine reports no tokens; see :func:`texts_of`."""
     protocol: str = ""
     """The protocol in which the engine was asked."""
@@ -79,7 +79,7 @@ async def plain(call: Call) -> Answer:
     scores = True if call.chat else max(1, int(body.get("logprobs") or 0))
     try:
         reply = await call.complete(return_token_ids=True, logprobs=scores)
-    except Refused as refusal:
+    except RefusedCall as refusal:
         # It may not know the parameter, or the agent wrote the word.
         known = b"return_token_ids" not in refusal.body or await _own(call, call.path, return_token_ids=True) < 400
         if known or await _own(call, call.path) >= 400:
@@ -109,7 +109,7 @@ async def split(call: Call) -> Answer:
     asked = call.asked(logprobs=True)
     try:
         request = await call.post(RENDER, asked)
-    except Refused as refusal:
+    except RefusedCall as refusal:
         if refusal.status not in LACKING or await _own(call, RENDER) not in LACKING:
             raise
         server.protocol, server.degraded = "plain", True  # it has no such paths: from now on as one without them
@@ -139,7 +139,7 @@ async def split(call: Call) -> Answer:
         check(reply, True, 1)
         message = _brief(reply["choices"][0]["message"])
         finish = reply["choices"][0].get("finish_reason") or _name(choice.get("finish_reason"))
-        sample = Sample(
+        sample = SampledTokens(
             prompt=prompt,
             tokens=tokens,
             logprobs=scored,
@@ -189,13 +189,13 @@ async def count(call: Call) -> int:
         raise Doubtful(why[:_SAID], again=False) from error
 
 
-def texts_of(answer: Answer) -> list[Sample]:
+def texts_of(answer: Answer) -> list[SampledTokens]:
     """Returns a sample without tokens for each choice of an answer."""
     found = []
     for choice in answer.body["choices"]:
         message = _brief(choice["message"]) if "message" in choice else None
         said = choice.get("text") if message is None else message.get("content")
-        sample = Sample(
+        sample = SampledTokens(
             *((), (), ()),
             text=said or "",
             finish_reason=choice.get("finish_reason") or "",
@@ -213,12 +213,12 @@ def usage(reply: Mapping[str, Any]) -> tuple[int, int]:
     return total, sampled
 
 
-def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) -> Sample:
+def _sample(reply: Reply, choice: Mapping[str, Any], chat: bool, server: str) -> SampledTokens:
     message = _brief(choice["message"]) if chat else None
     told = choice["logprobs"]
     tokens = ids(choice["token_ids"])
     logprobs = [t["logprob"] for t in told["content"]] if chat else told["token_logprobs"]
-    return Sample(
+    return SampledTokens(
         prompt=ids(reply["prompt_token_ids"] if chat else choice["prompt_token_ids"]),
         tokens=tokens,
         logprobs=scores(logprobs, len(tokens)),
@@ -263,7 +263,7 @@ async def _own(call: Call, path: str, **options: Any) -> int:
         question = {"prompt": "."}
     try:
         await call.post(path, {"model": call.server.model_name, "max_tokens": 1, **question, **options})
-    except Refused as refusal:
+    except RefusedCall as refusal:
         return refusal.status
     return 200
 

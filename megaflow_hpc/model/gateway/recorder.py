@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megaflow_hpc.model.gateway.conversations import Asked, Conversations
+from megaflow_hpc.model.gateway.conversations import AskedPrompt, Conversations
 from megaflow_hpc.model.gateway.meaning import digest, same_message
 from megaflow_hpc.trajectory import Recording, TokenSequence, Turn
 
 
 @dataclass
-class Sample:
+class SampledTokens:
     """One answer of an engine: the ids as sampled, stop token included, with a log-probability for each."""
 
     prompt: Sequence[int]
@@ -125,7 +125,7 @@ class Recorder:
 
     def add(
         self,
-        sample: Sample,
+        sample: SampledTokens,
         messages: Sequence[Mapping[str, Any]] = (),
         asked: str | None = None,
         *,
@@ -182,7 +182,7 @@ class Recorder:
 
     def add_text(
         self,
-        sample: Sample,
+        sample: SampledTokens,
         messages: Sequence[Mapping[str, Any]] = (),
         asked: str | None = None,
         *,
@@ -241,7 +241,7 @@ class Recorder:
             if same_message(messages[place], tip.answer):
                 yield sequence, tip
 
-    def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> Asked:
+    def restore(self, messages: Sequence[Mapping[str, Any]], policy: str = "") -> AskedPrompt:
         """Returns a call's conversation with the policy's earlier answers restored to what the engine generated.
 
         See :mod:`~megaflow_hpc.model.gateway.conversations`.
@@ -278,9 +278,11 @@ class Recorder:
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 
-    def _keep(self, turn: Turn, sample: Sample, messages: Sequence[Mapping[str, Any]], asked: str | None) -> None:
+    def _keep(
+        self, turn: Turn, sample: SampledTokens, messages: Sequence[Mapping[str, Any]], asked: str | None
+    ) -> None:
         """Stores the messages of the latest turn, and links the turn to its answer."""
-        conversation = messages if isinstance(messages, Asked) else self.restore(messages, turn.policy)
+        conversation = messages if isinstance(messages, AskedPrompt) else self.restore(messages, turn.policy)
         turn.started_by = conversation.started_by
         turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)
         call = {"id": sample.request_id, "asked": digest(list(messages)) if asked is None else asked}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.recorder import Sample
+from megaflow_hpc.model.gateway.recorder import SampledTokens
 from megaflow_hpc.trajectory import Recording, TokenSequence, Trajectory
 from megaflow_hpc.types import Artifact
 
@@ -37,7 +37,7 @@ class Recordings(Protocol):
 @dataclass
 class _Call:
     asked: str
-    sample: Sample
+    sample: SampledTokens
     used: bool = False
 
 
@@ -71,7 +71,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             ) from None
         sequence = trajectory.sequences[turn.sequence] if turn.sequence >= 0 else TokenSequence("")
         part = slice(turn.token_start, turn.token_end)
-        sample = Sample(
+        sample = SampledTokens(
             prompt=sequence.tokens[: turn.token_start],
             tokens=list(sequence.tokens[part]),
             logprobs=list(sequence.logprobs[part]),
@@ -129,7 +129,7 @@ class Replay:
         """Ends a session."""
         self._open.pop(token, None)
 
-    def answer(self, token: str, rollout_id: str, asked: str) -> Sample:
+    def answer(self, token: str, rollout_id: str, asked: str) -> SampledTokens:
         """Returns the recorded answer to a conversation, each call's once.
 
         Args:
@@ -157,7 +157,7 @@ class Replay:
         return call.sample
 
 
-def body_of(sample: Sample, chat: bool, model: str) -> dict[str, Any]:
+def body_of(sample: SampledTokens, chat: bool, model: str) -> dict[str, Any]:
     """Returns a sample as the body of an engine's answer, a chat completion or a plain one."""
     counts = {"prompt_tokens": len(sample.prompt), "completion_tokens": len(sample.tokens)}
     choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}

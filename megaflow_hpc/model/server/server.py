@@ -31,7 +31,7 @@ from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.ending import Consumers
 from megaflow_hpc.ledger.files import Files
-from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
+from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess
@@ -115,7 +115,7 @@ class EngineServer:
         self._sleeper = Sleeper(gpu, level, self.weights, self._leave, self._say) if level else None
         self._fingerprint = ""
         self._status = 0
-        self._scaler, self._consumers = LeaderLease(run, SCALER), Consumers()
+        self._scaler, self._consumers = Leader(run, SCALER), Consumers()
         self._launch: Launch
 
     async def run(self) -> int:
@@ -323,7 +323,7 @@ class EngineServer:
     async def _may_idle(self) -> bool:
         """Returns whether leaving when idle is safe: a held element needs a scaler that releases it, and nobody may be
         about to add rollouts, as a trainer whose step takes long."""
-        if in_slurm() and not self._scaler.confirmed():
+        if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):
             return False
         await asyncio.to_thread(Files(self.run_dir).carry_out, self._consumers.look())
         return not self._consumers.awaited

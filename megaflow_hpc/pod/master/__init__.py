@@ -1,6 +1,7 @@
-"""Rank 0 of a pod. In come the messages of ranks (:mod:`megaflow_hpc.pod.comm`) and the blocks of the ledger; out go
-rollouts to ranks, and records to the journal. :class:`~megaflow_hpc.pod.master.loop.Master` decides and never waits for
-a disk; :class:`~megaflow_hpc.pod.master.run_io_thread.RunIoThread` alone touches the run directory; between the two
-there are only queues. The entry point of a rank calls :func:`~megaflow_hpc.pod.master.assembly.lead`; benchmarks and
-tests make a ``Master`` of a :class:`~megaflow_hpc.pod.master.settings.Pod`.
+"""Rank 0 of a pod. Claimed blocks come in, ``start`` messages for workers go out, and what comes back is stored.
+
+:mod:`~megaflow_hpc.pod.master.loop` decides and never waits for a disk. Only
+:class:`~megaflow_hpc.pod.master.run_io.RunIoThread` touches the run directory.
+:func:`~megaflow_hpc.pod.master.assembly.lead` is called by the rank's entry point. Benchmarks and tests make a
+``Master`` of a :class:`~megaflow_hpc.pod.master.pod.Pod`.
 """

@@ -1,7 +1,7 @@
-"""Rank 0 put together: what run.json and the environment say, the ledger, the journal and the loop.
+"""Assembly of rank 0 from run.json, the environment, the ledger, the journal and the loop.
 
 ``MEGAFLOW_POD`` and ``MEGAFLOW_START`` name the pod and this start of it. ``MEGAFLOW_POD_DIR`` is a private directory
-shared with the supervisor: ``drain`` appears there when the pod shall drain, and the pod leaves its last word in
+shared with the supervisor: ``drain`` appears there when the pod must drain, and the pod leaves its last word in
 ``state``.
 """
 
@@ -25,7 +25,8 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.settings import Pod, Walltime
+from megaflow_hpc.pod.master.pod import Pod
+from megaflow_hpc.pod.master.walltime import Walltime
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
@@ -34,20 +35,20 @@ from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
-"""For how long rank 0's loop and its I/O thread may keep each other from running, in seconds."""
-GARBAGE = 50_000
-"""Objects made before Python looks for cycles: rank 0 makes none, and each look costs a pause."""
+"""Seconds for which rank 0's loop and its I/O thread may keep each other from running."""
+GC_THRESHOLD = 50_000
+"""Objects made before Python looks for cycles. Rank 0 makes none, and each look costs a pause."""
 
 
 def tune() -> None:
     """Makes the interpreter of rank 0 answer quickly."""
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()
-    gc.set_threshold(GARBAGE, 20, 100)
+    gc.set_threshold(GC_THRESHOLD, 20, 100)
 
 
 def identity() -> PodIdentity:
-    """Returns who this start of the pod is, by environment and process; a name of its own without a supervisor."""
+    """Returns the identity of this start, from environment and process. Without a supervisor the name is random."""
     me = Identity.of(os.getpid())
     assert me is not None
     pod = os.environ.get("MEGAFLOW_POD", "")
@@ -65,16 +66,8 @@ def slots_per_rank(config: CampaignConfig) -> int:
 
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
-    """Returns the CPUs and the memory in MB of a rank, ``None`` where the campaign file does not say them."""
+    """Returns the CPUs and the memory in MB of a rank, ``None`` if the campaign file does not set them."""
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks_per_node)
-
-
-def starts_a_task(planned: RunRecord, tasks: int) -> float:
-    """Returns the sandboxes that one node will start of each of so many tasks, in the mean."""
-    training, total = planned.config.training, planned.total
-    for name in training.policies if training else ():
-        total += training.steps * training.batch.tasks * planned.policies[name].samples if training else 0
-    return total / max(tasks, 1) / planned.config.slurm.pods.total_nodes
 
 
 def lead(run: RunDir, comm: Comm) -> str:
@@ -119,7 +112,6 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         },
         tasks=tasks,
         pods=config.slurm.pods.total,
-        starts_a_task=starts_a_task(planned, len(tasks)),
         servers={**Counter(server.policy for server in planned.servers), **planned.pools},
         limits=config.limits,
         held_out=frozenset(planned.held_out),

@@ -1,6 +1,6 @@
-"""The blocks that this pod has claimed, and the rollouts that each still lacks.
+"""The blocks that this pod has claimed, with the rollouts of each that are not stored.
 
-Used by one thread: the one that touches the run directory (:mod:`~megaflow_hpc.pod.master.run_io_thread`).
+Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
 from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Rollouts of a block up to which blocks are looked into; of larger ones the queue itself looks far enough ahead."""
+"""Largest block that is read before it is claimed. With larger blocks the queue itself reaches far enough ahead."""
 SPREAD = 64
-"""Free blocks among which pods pick: the order in which blocks are claimed changes by no more."""
+"""Number of free blocks among which pods pick. The order in which blocks are claimed changes by no more."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class ClaimedBlock:
 
     claim: Claim
     rollouts: tuple[Rollout, ...]
-    """Those that have to run."""
+    """The rollouts to run."""
     histories: dict[str, History]
-    """What earlier pods wrote of them, by rollout id. The receiver owns it."""
+    """Their histories in earlier pods, by rollout id. The receiver owns it."""
     tasks: dict[str, PlannedTask]
     """Their tasks by id. The receiver owns it."""
     upcoming: tuple[PlannedTask, ...]
-    """Tasks of blocks that this pod will claim next, as far as it looks ahead."""
+    """Tasks of the blocks that this pod will claim next, as far as it looks ahead."""
 
 
 @dataclass
@@ -62,8 +62,8 @@ class ClaimedBlocks:
 
     Args:
         stored: reads the journals of a block's earlier holders.
-        tasks: of the campaign; those of the blocks that are claimed are looked up.
-        ahead: blocks of few rollouts that are looked into before they are claimed.
+        tasks: tasks of the campaign. Those of claimed blocks are looked up.
+        ahead: number of small blocks that are read before they are claimed.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class ClaimedBlocks:
         self._held: dict[int, _Held] = {}
         self._unread: Claim | None = None
         self._hand_offs: list[_HandOff] = []
-        """Kept until they are known to be in the ledger."""
+        """Hand-offs that may not be in the ledger yet."""
         self._hand_offs_made = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
     def claim(self) -> ClaimedBlock | None:
-        """Claims the next block; ``None`` while there is none.
+        """Claims the next block. ``None`` while no block is available.
 
         Raises:
-            LedgerError: the block is no block.
-            OSError: the run directory does not answer; the next call goes on with the same block.
+            LedgerError: the block is damaged.
+            OSError: the run directory does not answer. The next call continues with the same block.
         """
         claim = self._unread or self._ledger.claim(self._stored.length)
         if claim is None:
             return None
         self._unread = claim  # until it has been read: an error in between must not lose it
         unknown = claim.epoch > 0 and claim.left is None  # the holder before could not say what is left
-        held = [Holding(*each) for each in self._ledger.earlier(claim)] if unknown else []
+        held = [StoredBlock(*each) for each in self._ledger.earlier(claim)] if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
         if claim.epoch or claim.block >= FIRST_HANDED_OFF:
@@ -117,8 +117,8 @@ class ClaimedBlocks:
         histories = {rollout: history for rollout, history in found.items() if history is not None}
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
-    def _to_run(self, claim: Claim, held: Sequence[Holding]) -> tuple[int, tuple[Rollout, ...]]:
-        """Returns how many rollouts the claim covers, and those of them that are not stored or handed off."""
+    def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
+        """Returns the number of rollouts of the claim, and the rollouts that are neither stored nor handed off."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
@@ -129,7 +129,7 @@ class ClaimedBlocks:
         return len(rollouts), tuple(todo)
 
     def settled(self, block: int, rollout_id: str) -> None:
-        """Notes that a rollout is durable; with its last one the block is marked done.
+        """Records that a rollout is durable. Marks the block done with its last rollout.
 
         Raises:
             LedgerError: the block was taken over.
@@ -142,13 +142,13 @@ class ClaimedBlocks:
                 self._finish(block)
 
     def hand_off(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
-        """Hands rollouts that were not started, with the blocks they are of, to other pods.
+        """Hands rollouts that were not started, with their blocks, to other pods.
 
         Args:
-            each: most rollouts of a new block; those of a group stay together.
+            each: most rollouts of a new block. The rollouts of a group stay together.
 
         Raises:
-            OSError: the run directory does not answer; :meth:`retry_hand_offs` goes on.
+            OSError: the run directory does not answer. :meth:`retry_hand_offs` continues.
         """
         for block, of_block in groupby(sorted(rollouts, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
             for part in _parts([rollout for _, rollout in of_block], each):
@@ -167,7 +167,7 @@ class ClaimedBlocks:
             one = self._hand_offs[0]
             held = self._held[one.block]
             if not self._ledger.hand_off(held.claim, one.rollouts, one.token):
-                return  # fenced: whoever takes over runs them
+                return  # the fence is closed: the pod that takes over runs them
             self._hand_offs.pop(0)
             self._write_event(held.claim, "gave", rollouts=len(one.rollouts))
             for rollout in one.rollouts:
@@ -199,14 +199,14 @@ class ClaimedBlocks:
 
 
 class BlockLookahead:
-    """Looks into free blocks, so that their images are staged before they are claimed.
+    """Reads free blocks before they are claimed, so that their images are staged in time.
 
-    While blocks are large, a pod's queue says which images come next. The last blocks of a campaign hold a rollout or a
-    group each, and one is claimed when a slot is free. So a pod picks a few of them, has their images staged, and
-    prefers them when it claims. Pods pick at different places: what one has staged, another seldom takes.
+    While blocks are large, a pod's queue shows which images come next. The last blocks of a campaign hold a rollout or
+    a group each, and a block is claimed when a slot is free. So a pod picks a few of them, stages their images, and
+    claims them first. Pods pick at different places, so another pod seldom takes what this pod has staged.
 
     Args:
-        count: blocks that are looked into at a time; each is one small file.
+        count: blocks that are picked at a time. Each is one small file.
     """
 
     def __init__(self, run: RunDir, ledger: Ledger, tasks: Mapping[str, PlannedTask], count: int) -> None:
@@ -217,20 +217,20 @@ class BlockLookahead:
         """Tasks of the picked blocks, each once."""
 
     def claimed(self, rollouts: int) -> None:
-        """Picks among the free blocks anew, after a block of so many rollouts was claimed.
+        """Picks among the free blocks again, after a block of ``rollouts`` rollouts was claimed.
 
-        A block of which something cannot be read now is left out: an error would cost the claim.
+        Leaves out a block that cannot be read now, because an error would cost the claim.
         """
         free = self._ledger.free if rollouts <= SMALL and self._count else []
         self._picked = {block: tasks for block, tasks in self._picked.items() if block in free}
         for block in self._more(free):
-            with suppress(LedgerError, OSError):  # not to be read yet: another look will
+            with suppress(LedgerError, OSError):  # not readable yet; a later look reads it
                 self._picked[block] = planned(self._tasks, read_block(self._run, block).rollouts)
         self._ledger.prefer(self._picked)
         self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
 
     def _more(self, free: list[int]) -> list[int]:
-        """Returns as many more blocks as ``count`` lacks, from a place of this pod's own on."""
+        """Returns the blocks that ``count`` lacks, starting at this pod's own place."""
         near = [block for block in free if block not in self._picked][:SPREAD]
         missing = min(self._count - len(self._picked), len(near))
         if missing <= 0:
@@ -244,7 +244,7 @@ def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> di
     """Looks up the tasks of some rollouts, in their order.
 
     Raises:
-        LedgerError: a rollout is of no task of the campaign.
+        LedgerError: the campaign does not have the task of a rollout.
         ConfigError: the file of tasks is damaged or gone.
         OSError: the run directory does not answer.
     """

@@ -1,9 +1,8 @@
-"""What one pod finds out for all, so that metadata operations do not grow with the square of the pods.
+"""Coordination of pods: one pod finds out for all, so metadata operations do not grow with the square of the pods.
 
-The pod that holds the lease :data:`~megaflow_hpc.ledger.leader_lease.COORDINATOR` surveys the ledger, reads every pod's
-lease, lists the engines and sums up what the campaign uses. The file of its lease is its report, the one file that
-every other pod reads now and then. Where few pods run, each looks at the ledger for itself, which is quicker; where
-nobody leads, all do so until somebody has taken the lease.
+The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, reads every pod's lease, lists the
+engines, and sums up the usage of the campaign. The file of its lease is its report, the one file that every other pod
+reads now and then. If few pods run, each looks at the ledger itself, which is faster. Without a leader, all pods do so.
 """
 
 from __future__ import annotations
@@ -11,28 +10,47 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from enum import Enum
 
 import msgspec
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import Operation
-from megaflow_hpc.ledger.leader_lease import COORDINATOR, RENEW_S, LeaderLease
-from megaflow_hpc.ledger.report import FEW, Report, Survey, progress_of, reported
+from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.report import FEW, Report, progress_of, reported
+from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.live import Asked, LiveFiles
 
 SOON_S = 2.0
 SELDOM_S = 10.0
-"""Between two looks where pods are few."""
+"""Pause between two looks if few pods run."""
 LOOKS_PER_S = 33.0
 """Reports that all pods together read in a second, and leases that they renew."""
-SLICE = 64
+CALLS_PER_TURN = 64
 """Calls of a survey between which results are stored."""
 
 
+class Role(Enum):
+    """Role of a pod, decided at each look at the leader's lease.
+
+    ========= ============================================================= ====================
+    role      when                                                          its knowledge is of
+    ========= ============================================================= ====================
+    LEADER    the lease is ours, or is free and we got it                   its own survey
+    FOLLOWER  another pod leads, has reported, and more than few pods run   the leader's report
+    ALONE     otherwise                                                     its own looks
+    ========= ============================================================= ====================
+    """
+
+    LEADER = "leader"
+    FOLLOWER = "follower"
+    ALONE = "alone"
+
+
 class Coordination:
-    """One pod's part in it; belongs to the I/O thread.
+    """The part of one pod. Belongs to the I/O thread.
 
     Args:
         clock: seconds of a clock that never jumps.
@@ -47,90 +65,95 @@ class Coordination:
         clock: Callable[[], float] = time.monotonic,
         few: int = FEW,
     ) -> None:
-        name = ledger.identity.name if ledger.identity else ""
-        self._lease = LeaderLease(ledger.run, COORDINATOR, name, clock)
-        self._name, self._ledger, self._endpoints, self._budget = name, ledger, endpoints, budget
+        self._name = ledger.identity.name if ledger.identity else ""
+        self._leader = Leader(ledger.run, COORDINATOR, self._name, clock)
+        self._ledger, self._endpoints, self._budget = ledger, endpoints, budget
         self._clock, self._few = clock, few
+        self.role = Role.ALONE
         self.report = Report()
-        """What is known for all: of this pod's own survey, or of another's."""
-        self.leads = False
-        self._follows = False
-        self._survey: Operation[Survey] | None = None
+        """The latest report, of this pod or of the leader."""
+        self._survey: Operation[Surveyed] | None = None
+        """The survey under way."""
         self._looked_at = self._renewed_at = -math.inf
-        self._generation = ""
-        """Of the engines that this pod knows."""
+        self._listed = ""
+        """Generation of the listing of engines that this pod last published or adopted."""
         self._live = LiveFiles(ledger.run, clock)
 
     @property
     def renew_s(self) -> float:
-        """How often this pod's lease shall say how far it is, in seconds."""
+        """Seconds after which this pod's lease should show its progress again."""
         return max(SOON_S, self.report.pods / LOOKS_PER_S)
 
     @property
-    def _every_s(self) -> float:
+    def _look_interval_s(self) -> float:
         return self.renew_s if self.report.pods > self._few else SELDOM_S
 
     def tick(self) -> None:
-        """Looks at the report, or goes on with a survey. Raises OSError."""
+        """Looks at the leader's lease, or continues a survey. Raises OSError."""
         now = self._clock()
-        if self._survey is None and now - self._looked_at >= self._every_s:
+        if self._survey is None and now - self._looked_at >= self._look_interval_s:
             self._looked_at = now
             self._look()
-        if self._survey is not None and self._survey.advance(SLICE):
-            found, self._survey = self._survey.result, None
-            self._tell(found)
+        if self._survey is not None and self._survey.advance(CALLS_PER_TURN):
+            surveyed, self._survey = self._survey.result, None
+            self._publish(surveyed)
 
     def list_engines(self) -> bool:
-        """Looks at the engines, or at their listing where it is new; whether gateways must hear of a change."""
-        if self._follows and not self.leads and self.report.generation:
-            if self.report.generation == self._generation:
+        """Lists the engines, or adopts a new listing of the leader. Returns whether gateways must know of a change."""
+        if self.role is Role.FOLLOWER and self.report.generation:
+            if self.report.generation == self._listed:
                 return False
             changed = self._endpoints.adopt()
-            self._generation = self._endpoints.generation  # the old one where the listing could not be read
+            self._listed = self._endpoints.engines.generation  # the old one if the listing could not be read
             return changed
         changed = self._endpoints.refresh()
-        if self.leads and self._generation != self._endpoints.generation:
+        generation = self._endpoints.engines.generation
+        if self.role is Role.LEADER and self._listed != generation:
             self._endpoints.publish()
-            self._generation = self._endpoints.generation
+            self._listed = generation
         return changed
 
     def asked(self) -> Asked:
-        """Returns what viewers want to know. Raises OSError."""
-        return self.report.asked if self._follows and not self.leads else self._live.asked()
+        """Returns the rollouts that viewers ask about. Raises OSError."""
+        return self.report.asked if self.role is Role.FOLLOWER else self._live.asked()
 
     def leave(self) -> None:
-        """Lets another pod take the lease. Raises OSError."""
+        """Lets another pod lead. Raises OSError."""
         self._ledger.follow(None)
-        self._lease.leave()
+        self._leader.leave()
 
     def _look(self) -> None:
-        holder = self._lease.holder()
+        holder = self._leader.holder()
         if holder in ("", self._name):
-            self.leads = bool(holder) or self._lease.hold(msgspec.to_builtins(self.report))
-            self._survey = self._ledger.survey() if self.leads else None
-            self._follow(self._survey is not None)
+            if holder or self._leader.hold(msgspec.to_builtins(self.report)):
+                self._survey = self._ledger.survey()
+                self._take_role(Role.LEADER)
+            else:
+                self._take_role(Role.ALONE)
             return
-        self.leads = False
-        self.report = reported(self._lease)
-        self._follow(self.report.survey is not None)
+        self.report = reported(self._leader)
+        many_pods = self.report.pods > self._few
+        self._take_role(Role.FOLLOWER if self.report.survey is not None and many_pods else Role.ALONE)
 
-    def _follow(self, somebody: bool) -> None:
-        self._follows = somebody and self.report.pods > self._few
-        self._ledger.follow(self.report.survey if self._follows else None)
+    def _take_role(self, role: Role) -> None:
+        self.role = role
+        uses_survey = role is not Role.ALONE and self.report.pods > self._few
+        self._ledger.follow(self.report.survey if uses_survey else None)
 
-    def _tell(self, found: Survey) -> None:
-        leases = self._ledger.surveyed_leases
-        live = self._ledger.surveyed_live
+    def _publish(self, surveyed: Surveyed) -> None:
+        leases, live = surveyed.leases, surveyed.live
+        many_pods = len(live) > self._few
         report = Report(
             pods=len(live),
-            survey=found,
-            generation=self._generation,
+            survey=surveyed.survey,
+            generation=self._listed,
             exceeded=self._budget.exceeded(leases),
             progress={name: progress for name in live if (progress := progress_of(leases[name])) is not None},
-            asked=self._live.asked() if len(live) > self._few else Asked(),
+            asked=self._live.asked() if many_pods else Asked(),
         )
+        leads = True
         if report != self.report or self._clock() - self._renewed_at >= RENEW_S:
-            self.leads = self._lease.hold(msgspec.to_builtins(report))
+            leads = self._leader.hold(msgspec.to_builtins(report))
             self._renewed_at = self._clock()
         self.report = report
-        self._follow(self.leads)
+        self._take_role(Role.LEADER if leads else Role.ALONE)

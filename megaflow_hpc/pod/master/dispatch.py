@@ -1,4 +1,4 @@
-"""Starts rollouts where there is room, and claims blocks for what will be free."""
+"""Dispatch: starts rollouts in free slots, and claims blocks for the slots that will be free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import groupby
 
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock
+from megaflow_hpc.pod.master.drain import Drain
+from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.results import Results
 from megaflow_hpc.pod.master.run_io import RunIo
-from megaflow_hpc.pod.master.settings import Pod
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
@@ -19,39 +20,41 @@ from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
 SELDOM_S = 10.0
-"""When the ledger is looked at again after there was no block to claim, or after the last rollout here; each further
-time twice as late, up to ``SELDOM_S``: the end of a campaign is mostly near, and nodes must not wait for it."""
+"""Pause before the next claim after there was no block to claim, or after the last rollout here. It doubles each time,
+up to ``SELDOM_S``. The end of a campaign is mostly near then, and nodes must not wait for it."""
 AWAITED_S = 0.25
 LOOKS_PER_S = 40
-"""The same where whoever consumes rollouts is expected to add blocks: a pod looks as often as all pods of the campaign
-together may look in a second, at most every ``AWAITED_S`` and at least every ``SOON_S``."""
-HOARD = 4
-"""Rollouts a slot that stand back for others and may be queued here beside what starts next."""
+"""The same if a consumer is expected to add blocks. All pods together look ``LOOKS_PER_S`` times a second, each pod at
+most every ``AWAITED_S`` and at least every ``SOON_S``."""
+MAX_DEFERRED_PER_SLOT = 4
+"""Deferred rollouts that may be queued here for each slot, in addition to those that start next."""
 AHEAD_ROLLOUTS = 256
-"""How many rollouts are looked ahead for images that come next."""
+"""Rollouts of the queue whose images are announced."""
 
 
 def awaited_s(pods: int) -> float:
-    """Returns after how many seconds one of so many pods looks again for blocks that somebody is expected to add."""
+    """Returns the pause before one of ``pods`` pods looks again for blocks that a consumer is expected to add."""
     return min(SOON_S, max(AWAITED_S, pods / LOOKS_PER_S))
 
 
 class Dispatch:
-    """Gives slots to rollouts, and rollouts to slots that will be free."""
+    """Gives free slots to rollouts, and claims blocks for the slots that will be free."""
 
-    def __init__(self, pod: Pod, scheduler: Scheduler, io: RunIo, results: Results, estimates: Estimates) -> None:
+    def __init__(
+        self, pod: Pod, scheduler: Scheduler, io: RunIo, results: Results, estimates: Estimates, drain: Drain
+    ) -> None:
         self._pod, self._scheduler, self._io, self._results = pod, scheduler, io, results
-        self._estimates = estimates
+        self._estimates, self._drain = estimates, drain
         self._look_s = SOON_S
         self._looked_at: float | None = None
-        """When a claim last found nothing; ``None`` after one that found a block."""
+        """When the last claim found nothing. ``None`` if it found a block."""
         self._started = 0
         self._per_s = 0.0
         self._upcoming: tuple[PlannedTask, ...] = ()
-        """Tasks of blocks that this pod will claim next."""
+        """Tasks of the blocks that this pod will claim next."""
 
     def start_all(self) -> bool:
-        """Starts what can start, and asks for a block where that is not enough; True if something started."""
+        """Starts what can start, and asks for a block if that leaves slots free. True if something started."""
         self._claim()
         walltime = self._pod.walltime
         remaining_s = walltime.remaining_s
@@ -63,7 +66,7 @@ class Dispatch:
         return started > 0
 
     def tick(self, seconds: float) -> None:
-        """Measures how fast rollouts started in the last seconds; to be called at that pace."""
+        """Measures how fast rollouts started. Call it every ``seconds`` seconds."""
         self._per_s, self._started = self._started / seconds, 0
 
     @property
@@ -71,14 +74,13 @@ class Dispatch:
         """The last claim found no block."""
         return self._looked_at is not None
 
-    def coming(self) -> list[tuple[str, float]]:
-        """Returns the images of what runs and of what starts next here, as far as that is known, each with the
-        sandboxes of it that one node will start."""
+    def coming(self) -> list[str]:
+        """Returns the images of running rollouts and of those that start next here, as far as they are known."""
         tasks: list[PlannedTask] = [*self._scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
-        return list({task.image: (task.image, self._pod.starts(task)) for task in tasks if task.image}.values())
+        return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
-        """Has the ledger looked at soon if there is no block: the last rollout here has ended."""
+        """Makes the next claim come soon, because the last rollout here has ended."""
         self._look_s = SOON_S
 
     def _start(self, rank: int, work: Work) -> None:
@@ -89,7 +91,6 @@ class Dispatch:
             "op": "start",
             "task": planned.task,
             "images": planned.images,
-            "starts": self._pod.starts(planned),
             "rollout": rollout.to_dict(),
             "attempt": work.attempt,
             "attempts": [vars(attempt) for attempt in history.attempts] if history else [],
@@ -109,10 +110,12 @@ class Dispatch:
     # --- claims ---
 
     def _claim(self) -> None:
-        """Asks for a block, for the slots that are free now and what starts until it is there, and no further: what
-        waits here, another pod cannot start."""
+        """Asks for a block for the slots that are free now and for what starts until the block comes. Not for more:
+        other pods cannot start what waits here."""
         ahead = int(2 * self._per_s * self._io.claim_s)
-        waiting = self._scheduler.queued - min(self._scheduler.later, HOARD * self._scheduler.workers.slots)
+        waiting = self._scheduler.queued - min(
+            self._scheduler.later, MAX_DEFERRED_PER_SLOT * self._scheduler.workers.slots
+        )
         if waiting >= self._scheduler.workers.free + ahead or self._io.claiming:
             return
         if not self._io.may_commit or self._scheduler.too_long:
@@ -121,9 +124,9 @@ class Dispatch:
             self._io.claim()
 
     def claimed(self, block: ClaimedBlock | None) -> bool:
-        """Queues what a claim has brought; tells whether it brought something to run here."""
+        """Queues the rollouts of a claimed block. Returns whether there are some to run here."""
         if block is None:
-            if self._io.seen.awaited:  # whoever consumes rollouts waits for the next
+            if self._io.state.seen.awaited:  # the consumer of rollouts waits for the next ones
                 self._look_s = awaited_s(self._pod.pods)
             else:
                 self._look_s = min(SELDOM_S, 2 * self._look_s) if self.nothing_free else SOON_S
@@ -131,7 +134,7 @@ class Dispatch:
             return False
         self._looked_at = None
         self._upcoming = block.upcoming
-        if self._results.draining:
+        if self._drain.active:
             return False  # it goes back when the pod leaves
         self._results.histories.update(block.histories)
         for _, group in groupby(block.rollouts, key=lambda rollout: rollout.group_id):
@@ -140,12 +143,12 @@ class Dispatch:
         return True
 
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
-        """Yields the work of one group: its samples are alike in what is known of them."""
+        """Yields the work of one group, whose samples share the task and its estimates."""
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         planned = block.tasks[first.task_id]
         demand, share = self._pod.demand(planned), first.policy
-        # Samples that are not here ran elsewhere, or will: they count as rewarded.
+        # The other samples ran or will run in other pods. They count as rewarded.
         elsewhere = max(0, self._pod.planned(first.policy) - len(rollouts))
         ids = [rollout.id for rollout in rollouts]
         later: set[str] = set()

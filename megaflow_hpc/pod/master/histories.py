@@ -1,10 +1,9 @@
-"""What a pod leaves its successors of rollouts that it did not bring to an end.
+"""Histories of rollouts that a pod did not finish, for the pods that take them over.
 
-``RUN/partial/<pod>.<start>.json`` is written once, before the pod gives its blocks back, and never changed: attempts
-and causes so far, how often an allocation's end has cut the rollout short, and the partial rollout to go on with, where
-there is one. Of what several pods tell of a rollout the most counts. Files grow with pods, never with rollouts; they
-are read by pods that take blocks over. A killed pod could not tell: of its rollouts, which start anew, the failures are
-counted that its events speak of.
+``RUN/partial/<pod>.<start>.json`` is written once, before the pod gives its blocks back, and never changes. It holds
+the attempts and causes so far, how often an allocation's end cut the rollout short, and the file to continue with. If
+several pods wrote a history of a rollout, the longest counts. The number of files grows with pods, never with rollouts.
+A killed pod writes none: its rollouts start from the beginning, and the failures in its events are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megaflow_hpc.trajectory import Attempt
 
 @dataclass
 class History:
-    """What is known of one rollout that is not stored yet."""
+    """History of one rollout that is not stored."""
 
     attempts: list[Attempt] = field(default_factory=list)
     """Attempts that ended without a result that counts."""
@@ -36,11 +35,11 @@ class History:
     cuts: int = 0
     """How often the end of an allocation has cut it short."""
     too_short: int = 0
-    """How often in a row a walltime ended it that it had most of, and nothing of it could be kept."""
+    """How often in a row a walltime ended it although it had most of the walltime, and nothing could be kept."""
     partial: str = ""
-    """File below ``RUN/partial`` to go on with."""
+    """File below ``RUN/partial`` to continue with."""
     kept_s: float = 0.0
-    """Seconds that are in that file."""
+    """Seconds of work in that file."""
 
     @property
     def next_attempt(self) -> int:
@@ -51,12 +50,12 @@ class History:
         return self.cuts, len(self.attempts), len(self.causes)
 
     def later(self, other: History | None) -> History:
-        """Returns the one of the two that knows more."""
+        """Returns the longer history of the two."""
         return self if other is None or self._weight() >= other._weight() else other
 
 
 class Histories:
-    """What earlier pods left. Errors are never fatal: a history that cannot be read is none."""
+    """Histories that earlier pods left. A history that cannot be read is ignored."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -64,10 +63,10 @@ class Histories:
         self._known: dict[str, History] = {}
         self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Rollout → attempt → cause, of pods that could not tell."""
+        """Rollout → attempt → cause, for pods that were killed."""
 
     def look(self) -> None:
-        """Reads what was written since the last look: one listing, and each file once."""
+        """Reads the new files. Costs one listing, and each file is read once."""
         try:
             names = [entry.name for entry in self._run.partial.iterdir() if entry.suffix == ".json"]
         except OSError:
@@ -101,7 +100,7 @@ class Histories:
             self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
-        """Returns what is known of a rollout; once, since the caller owns it from then on."""
+        """Returns the history of a rollout once. The caller owns it."""
         told = self._known.pop(rollout_id, None)
         failed = [said for _, said in sorted(self._failed.pop(rollout_id, {}).items())]
         if not failed:
@@ -111,7 +110,7 @@ class Histories:
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
-    """Writes what a pod leaves, by rollout id, before it gives its blocks back. Raises OSError."""
+    """Writes the histories of a pod, by rollout id, before it gives its blocks back. Raises OSError."""
     if histories:
         told = {rollout: asdict(history) for rollout, history in histories.items()}
         content = {"rollouts": told}
@@ -119,7 +118,7 @@ def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
 
 
 def remove_partials(run: RunDir) -> None:
-    """Removes everything that was kept of rollouts, because they are all stored."""
+    """Removes everything that was kept of rollouts, because all rollouts are stored."""
     remove_tree(run.partial, ignore_errors=True)
 
 

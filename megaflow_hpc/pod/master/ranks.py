@@ -1,4 +1,4 @@
-"""The ranks of a pod as rank 0 knows them: which are awaited, when each was heard of last, which are lost."""
+"""The ranks of a pod as rank 0 knows them: awaited, ready, silent or lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megaflow_hpc.pod.messages import BEAT, STOP
 
 LOST_S = 30.0
 JOIN_S = 120.0
-"""A worker that has not reported ready after this long is given up; a first image may have to be staged later."""
+"""A worker that is not ready after this long is given up. A first image may be staged later."""
 
 
 class Ranks:
-    """The world of rank 0, without what runs in it.
+    """The ranks of rank 0's world.
 
     Args:
         clock: seconds of a clock that never jumps.
@@ -27,7 +27,7 @@ class Ranks:
         self._beaten = -BEAT_S
         self.heard: dict[int, float] = {}
         self.awaited = set(range(1, comm.size))
-        """Ranks that got ``init`` and are not ready yet."""
+        """Ranks that got ``init`` and are not ready."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
         """Rank → its node."""
@@ -38,17 +38,17 @@ class Ranks:
             self._comm.send(rank, init)
 
     def join(self, rank: int, node: str) -> None:
-        """Notes that a worker rank is ready."""
+        """Records that a worker rank is ready."""
         self.awaited.discard(rank)
         self.ready[rank] = node
 
     def accompany(self, rank: int) -> None:
-        """Notes that a rank keeps an engine server: it runs nothing and ends with the pod."""
+        """Records that a rank keeps an engine server. It runs no rollouts and ends with the pod."""
         self.awaited.discard(rank)
         self._engines.add(rank)
 
     def leave(self, rank: int) -> None:
-        """Notes that a rank is gone."""
+        """Records that a rank is gone."""
         self.awaited.discard(rank)
         self._engines.discard(rank)
         self.ready.pop(rank, None)
@@ -59,24 +59,24 @@ class Ranks:
         return [*self.ready, *self.awaited]
 
     def tell(self, message: Message | bytes) -> None:
-        """Sends to every rank that is ready."""
+        """Sends a message to every rank that is ready."""
         for rank in [*self.ready, *self._engines]:
             self._comm.send(rank, message)
 
     def stop(self) -> None:
-        """Tells every rank to leave, those too that are not ready yet: they would wait for a heartbeat."""
+        """Tells every rank to leave, also ranks that are not ready, which would wait for a heartbeat."""
         for rank in [*self.all, *self._engines]:
             self._comm.send(rank, STOP)
 
     def beat(self) -> None:
-        """Sends every rank a heartbeat, when that is due."""
+        """Sends every rank a heartbeat when that is due."""
         if self._clock() - self._beaten >= BEAT_S:
             self._beaten = self._clock()
             for rank in [*self.all, *self._engines]:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:
-        """Yields the ranks that have been silent for too long, and why they are given up."""
+        """Yields the ranks that were silent for too long, and why they are given up."""
         now = self._clock()
         for rank in list(self.ready):
             if now - self.heard.get(rank, now) > LOST_S:

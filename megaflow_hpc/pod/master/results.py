@@ -1,4 +1,4 @@
-"""Decides what becomes of an attempt that ended: stored, retried, or dropped because nobody needs it any more.
+"""Results: an attempt that ended is stored, retried, kept for the next pod, or dropped because it is not needed.
 
 The rules for causes of failure, groups and bad ranks are in modules of their own. This module carries them out.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from megaflow_hpc.pod.master.drain import Drain
 from megaflow_hpc.pod.master.histories import History
+from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.ranks import Ranks
 from megaflow_hpc.pod.master.run_io import RunIo
-from megaflow_hpc.pod.master.run_io_messages import PendingResult
-from megaflow_hpc.pod.master.settings import Pod
+from megaflow_hpc.pod.master.storing import PendingResult
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.failures import SYSTEMATIC_LAST, TOO_SHORT, Blame, Pattern, may_retry
-from megaflow_hpc.pod.scheduling.groups import Groups, Step
+from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
@@ -27,15 +28,11 @@ from megaflow_hpc.trajectory import Attempt, Trajectory
 from megaflow_hpc.types import VERIFIED, Status
 
 SIGNAL_S = 1.0
-"""Seconds that the supervisor may need to say why it was signalled, when workers heard of the signal first."""
+"""Seconds that the supervisor may need to write why it was signalled, if workers heard of the signal first."""
 
 
 class Results:
-    """Takes in every attempt that ended, and sees each rollout to its one stored outcome.
-
-    Args:
-        drain: stops starting rollouts, for the reason it is given.
-    """
+    """Takes in every attempt that ended, and brings each rollout to its one stored outcome."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class Results:
         io: RunIo,
         ranks: Ranks,
         estimates: Estimates,
-        drain: Callable[[str], None],
+        drain: Drain,
     ) -> None:
         self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
@@ -52,24 +49,19 @@ class Results:
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Rollout that was tried and is not stored → what is known of it."""
+        """Histories of the rollouts that were tried and are not stored."""
         self._cut: set[str] = set()
-        """Rollouts that the end of this allocation has cut short."""
+        """Rollouts that the end of this allocation cut short."""
         self._cancelling: dict[str, str] = {}
-        """Rollout that was told to stop → why."""
+        """Rollouts that must stop, with the reason."""
         self.began: dict[str, float] = {}
         """When each rollout was last started, by the monotonic clock."""
-        self.draining = False
-        self.ending = ""
-        """Why the supervisor ends this pod, a word of the drain file; empty while it does not."""
-        self.paused = ""
-        """Why the pod must not go on; empty while it may."""
         self.stored = 0
 
-    # --- what ended ---
+    # --- ended attempts ---
 
     def ended(self, rank: int, outcome: Outcome) -> None:
-        """Takes in a result from ``rank``; one that nobody waits for is ignored."""
+        """Takes in a result from ``rank``. Ignores a result of an attempt that does not run there."""
         work = self._scheduler.workers.finish(rank, outcome.id)
         if work is None or work.attempt != outcome.attempt:
             return
@@ -78,14 +70,14 @@ class Results:
         self.settle(rank, work, outcome)
 
     def lost(self, rank: int, why: str) -> int:
-        """Settles what ran on a worker rank that is gone; returns how many rollouts that were."""
+        """Settles what ran on a worker rank that is gone. Returns the number of rollouts."""
         lost = self._scheduler.workers.leave(rank)
         for work in lost:
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
         return len(lost)
 
     def refuse(self) -> None:
-        """Fails the queued rollouts that no worker could ever hold."""
+        """Fails the queued rollouts that are too large for every worker."""
         cpus, memory = self._pod.room
         for work in self._scheduler.impossible():
             error = f"the task asks for {work.demand}, a rank has {cpus} cpus and {memory} MB"
@@ -95,17 +87,17 @@ class Results:
         """Retries a failure, keeps what was cut short for the next pod, or stores the outcome."""
         why = self._cancelling.get(outcome.id)
         if outcome.status == "cancelled" and why is None:
-            # Stopped by a drain, or the step was signalled and the worker heard it first: the block goes back, and
-            # whoever takes it goes on with this rollout.
-            if not self.draining:  # once: the loop stands still meanwhile, and a pod may have many rollouts
-                self.ending = self.ending or self._pod.why_drain(SIGNAL_S) or ""
+            # A drain stopped it, or the step was signalled and the worker heard of that first. The block goes back, and
+            # the pod that takes it continues this rollout.
+            if not self._drain.active:  # wait once only, because the loop waits too
+                self._drain.read_word(SIGNAL_S)
             self._cut_short(work, outcome)
-            self._drain(WHY_DRAIN.get(self.ending, "a rollout was stopped by a signal to the step"))
+            self._drain.begin(WHY_DRAIN.get(self._drain.word, "a rollout was stopped by a signal to the step"))
             return
         if outcome.status == "failed":
             if why is not None:
                 outcome = self.outcome_without_run(work, "", why, "cancelled")
-            elif self._goes_on(rank, work, outcome):
+            elif self._retried(rank, work, outcome):
                 return
         self._end(work, outcome)
 
@@ -126,10 +118,10 @@ class Results:
         self.began.pop(outcome.id, None)
         self._io.store(outcome, work.epoch, work.block)
 
-    def _goes_on(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """Tells whether a rollout that failed has another attempt, here or in the pod that takes its block."""
-        if self.draining:
-            # The engines and sandboxes of an ending job fail; whoever takes the block tries again.
+    def _retried(self, rank: int, work: Work, outcome: Outcome) -> bool:
+        """Retries a rollout that failed, if it may be. Returns whether it has another attempt, here or elsewhere."""
+        if self._drain.active:
+            # The engines and sandboxes of an ending job fail. The pod that takes the block tries again.
             return may_retry((*work.causes, outcome.cause))
         if not self._scheduler.retry(work, outcome.cause, rank):
             return False
@@ -144,7 +136,7 @@ class Results:
         return True
 
     def outcome_without_run(self, work: Work, kind: str, error: str, status: Status = "failed") -> Outcome:
-        """Makes the outcome of an attempt of which nothing came back.
+        """Makes the outcome of an attempt that returned nothing.
 
         Args:
             kind: ``error_kind`` of the trajectory.
@@ -153,10 +145,10 @@ class Results:
         trajectory = Trajectory.begin(work.rollout, work.attempt, status, **known)
         return Outcome.of(trajectory, self.attempts(work.rollout.id))
 
-    # --- what follows ---
+    # --- consequences ---
 
-    def _carry_out(self, step: Step) -> None:
-        """Does what the rules of groups ask for."""
+    def _carry_out(self, step: GroupStep) -> None:
+        """Returns and cancels rollouts as the rules of groups ask."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, later=False) for work in promoted if work is not None)
         for rollout in step.cancel:
@@ -177,22 +169,22 @@ class Results:
     # --- the end of the allocation ---
 
     def attempts(self, rollout: str) -> Sequence[Attempt]:
-        """Returns the attempts at a rollout that ended without a result that counts."""
+        """Returns the earlier attempts at a rollout, which ended without a result that counts."""
         history = self.histories.get(rollout)
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Notes that what still runs is cut short by the end of the allocation; the next one starts it anew."""
+        """Records that the end of the allocation cuts short what still runs. The next one starts it again."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.workers.running_work():
             self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
-        """Notes that an attempt was cut short; a rollout to which that happened too often fails."""
+        """Records that an attempt was cut short. Fails a rollout that was cut short too often."""
         history = self.histories.setdefault(outcome.id, History())
         kind = self._cut_kind(outcome)
-        if not kind:  # its user's decision, and nothing that a rollout could be blamed for
-            outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self.ending) or self.paused)
+        if not kind:  # the user decided so; the rollout is not to blame
+            outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self._drain.word) or self._drain.paused)
         elif outcome.id not in self._cut:
             self._cut.add(outcome.id)
             history.cuts += 1
@@ -207,10 +199,13 @@ class Results:
         history.kept_s = history.kept_s + outcome.seconds if outcome.partial else 0.0
 
     def _cut_kind(self, outcome: Outcome) -> str:
-        """Returns ``walltime`` or ``preemption``; empty where it was the user who ended the pod."""
-        if self.ending in ("walltime", "now"):
-            return "walltime" if self.ending == "walltime" else "preemption"
-        return "" if self.ending in WHY_DRAIN or self.paused else outcome.error_kind or "preemption"
+        """Returns ``walltime`` or ``preemption``, empty if the user ended the pod."""
+        word = self._drain.word
+        if word in ("walltime", "now"):
+            return "walltime" if word == "walltime" else "preemption"
+        if word in WHY_DRAIN or self._drain.paused:
+            return ""
+        return outcome.error_kind or "preemption"
 
     def _count_too_short(self, outcome: Outcome, kind: str, history: History) -> None:
         ran_s = time.monotonic() - self.began.get(outcome.id, math.inf)
@@ -220,7 +215,7 @@ class Results:
             history.too_short += 1
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
-        """Returns why a rollout that was cut short fails; empty while it has another attempt."""
+        """Returns why a rollout that was cut short fails, empty while it has another attempt."""
         most = self._pod.scheduling.cuts
         if history.too_short >= TOO_SHORT:
             return (
@@ -235,7 +230,7 @@ class Results:
             )
         return ""
 
-    # --- what is durable ---
+    # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
         """Counts results that are on the disk, and pauses the pod if failures look systematic."""
@@ -244,10 +239,4 @@ class Results:
             failed = outcome.status == "failed"
             self.stored += 1
             self._pattern.add(outcome.cause if failed else "")
-        self.pause(self._pattern.systematic)
-
-    def pause(self, why: str) -> None:
-        """Stops the pod for a reason that starting it anew would not mend; does nothing without a reason."""
-        if why and not self.paused and not self.draining:
-            self.paused = why
-            self._drain(why)
+        self._drain.pause(self._pattern.systematic)

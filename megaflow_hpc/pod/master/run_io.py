@@ -1,51 +1,448 @@
-"""The run directory as rank 0's loop sees it: requests to the I/O thread, and what its reports say. Nothing waits here.
+"""The run directory as rank 0 uses it: one thread touches it, and rank 0's loop never waits for a disk.
 
-What is not durable yet is bounded: with :attr:`RunIo.full` the loop starts nothing more.
+If the loop waited, a slot would stay free meanwhile. On a file system that hangs for a minute, the workers would miss
+rank 0's heartbeat and leave. So the ledger, the journal, the claimed blocks, the engines and the budget belong to
+:class:`RunIoThread`. The loop and the thread share three things:
+
+- :class:`Requests`: the loop adds to them, and hands them over once a turn. The receiver owns them.
+- reports (:data:`Report`): a queue of what was done. The loop handles each once.
+- :class:`RunState`: the thread's knowledge, a value that the thread replaces. It is replaced before the reports that
+  follow from it, so a loop that has a report sees a state that is at least as new.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from queue import Empty
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
+from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import boot_clock
 from megaflow_hpc.ledger.rules import Outlook
+from megaflow_hpc.pod.master import histories
+from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
+from megaflow_hpc.pod.master.coordination import Coordination
+from megaflow_hpc.pod.master.endpoints import Endpoints, Engines
 from megaflow_hpc.pod.master.histories import History
-from megaflow_hpc.pod.master.run_io_messages import (
-    ClaimBlock,
-    Claimed,
-    Durable,
-    HandedOff,
-    HandOff,
-    ListEndpoints,
-    LookForWorkRequests,
-    PendingResult,
-    Report,
-    Request,
-    RequestWork,
-    RunState,
-    ShowActivity,
-    ShowProgress,
-    Stop,
-    Stopped,
-    StoreResults,
-    TurnEnded,
-    WorkRequested,
-)
-from megaflow_hpc.pod.master.run_io_thread import LOOK_S, RunIoThread
+from megaflow_hpc.pod.master.storing import Journal, PendingResult, Storing
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.rundir.live import PodActivity
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.events import EventWriter, PodEvent
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.live import Asked, PodLiveStatus, Viewers
+from megaflow_hpc.rundir.pods.condenser import SummaryWriter
 from megaflow_hpc.types import Rollout
 
-MOST_RECORDS = 20_000
-MOST_BYTES = 512 << 20
-"""What may wait for the disk before nothing more is started."""
+POLL_INTERVAL_S = 0.5
+"""Longest pause between two turns of the thread, so that the lease is renewed in time."""
+LOOP_HANGS_S = 60.0
+"""A loop that has not turned for this long hangs. Its longest turns take seconds."""
+DELETED_S = 30.0
+"""A run directory that is missing for this long is gone for good."""
+RETRY_S = 1.0
+"""Pause before a run directory that refused is tried again."""
+MAX_PENDING_RECORDS = 20_000
+MAX_PENDING_BYTES = 512 << 20
+"""Results that may wait for the disk before nothing more is started."""
+
+
+# --- what the loop and the thread share -------------------------------------------------------------------------------
+
+
+class PodProgress(NamedTuple):
+    """Progress of the pod, which its lease shows."""
+
+    running: int = 0
+    queued: int = 0
+    stored: int = 0
+    core_s: float = 0.0
+    """Core-seconds that the allocation has cost so far."""
+    tokens: int = 0
+    """Tokens that the engines have sampled for rollouts of this pod."""
+    tokens_per_s: float = 0.0
+    """Mean of the last half minute."""
+
+
+class HandOff(NamedTuple):
+    """Rollouts that were not started, with their blocks, and the most rollouts of a new block."""
+
+    rollouts: list[tuple[int, Rollout]]
+    max_rollouts: int
+
+
+@dataclass
+class Stop:
+    """Asks the thread to end when everything before is done, as far as that is possible."""
+
+    release: bool = False
+    """Gives unfinished blocks back."""
+    histories: dict[str, History] = field(default_factory=dict)
+    """Histories of the rollouts that go back, by id, for the next pods."""
+
+
+@dataclass
+class Requests:
+    """Everything that the loop asked for and that is not done. ``None``: nothing was asked."""
+
+    results: list[PendingResult] = field(default_factory=list)
+    hand_offs: list[HandOff] = field(default_factory=list)
+    claim: bool = False
+    """Claim a block. The answer is a :class:`Claimed`."""
+    list_engines: bool = False
+    find_work_requests: bool = False
+    """Look which pods request work. Each of their requests is reported once."""
+    request_work: int | None = None
+    """Ask other pods to fill this many slots. 0 withdraws that."""
+    progress: PodProgress | None = None
+    """Shown by the lease until the next progress."""
+    live: PodLiveStatus | None = None
+    """Status of the rollouts that viewers ask about. An empty status withdraws the last one."""
+    stop: Stop | None = None
+
+    def add(self, more: Requests) -> None:
+        """Adds later requests. A later value replaces an earlier one."""
+        self.results += more.results
+        self.hand_offs += more.hand_offs
+        self.claim |= more.claim
+        self.list_engines |= more.list_engines
+        self.find_work_requests |= more.find_work_requests
+        if more.request_work is not None:
+            self.request_work = more.request_work
+        if more.progress is not None:
+            self.progress = more.progress
+        if more.live is not None:
+            self.live = more.live
+        if more.stop is not None:
+            self.stop = more.stop
+
+
+_NOTHING = Requests()
+
+
+@dataclass(frozen=True)
+class Durable:
+    """Reports results that are on the disk, and count."""
+
+    results: tuple[PendingResult, ...]
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Answers a request to claim. No block if there is nothing to claim."""
+
+    block: ClaimedBlock | None
+    seconds: float
+    """Duration of the claim."""
+
+
+@dataclass(frozen=True)
+class WorkRequested:
+    """Reports that another pod asks for slots to be filled."""
+
+    slots: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The last report."""
+
+    error: BaseException | None = None
+    """The error that ended the thread."""
+    finished: bool = False
+    """Every block of the campaign is done."""
+
+
+Report = Durable | Claimed | WorkRequested | Stopped
+
+
+class IoPhase(Enum):
+    """Phase of the thread.
+
+    ======== ======================================== ==========
+    phase    when                                     next phase
+    ======== ======================================== ==========
+    WORKING  a turn raises OSError                    STUCK
+    STUCK    a turn succeeds                          WORKING
+    any      the loop asks to stop, after that turn   STOPPED
+    ======== ======================================== ==========
+    """
+
+    WORKING = "working"
+    STUCK = "stuck"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The thread's knowledge after a turn."""
+
+    phase: IoPhase = IoPhase.WORKING
+    since: float = field(default_factory=time.monotonic)
+    """When the thread became stuck, or else when it last ended a turn, by the monotonic clock."""
+    held: int = 0
+    """Blocks that are claimed and not done."""
+    closes_at: float = float("-inf")
+    """When this pod's fence closes, by the ledger's clock."""
+    seen: Outlook = field(default_factory=Outlook)
+    """Blocks, other pods and consumers, as the last claim saw them."""
+    claimed_all: bool = False
+    """No block was free at the last claim."""
+    hand_offs_done: int = 0
+    """Hand-offs of the loop that are in the ledger."""
+    engines: Engines = field(default_factory=Engines)
+    asked: Asked = field(default_factory=Asked)
+    """Rollouts that viewers ask about."""
+    exceeded: str = ""
+    """The limit of the whole campaign that is exceeded, empty if none is."""
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+
+
+class RunIoThread(threading.Thread):
+    """Touches the run directory. What is passed in belongs to the thread, except ``events``, which both sides write.
+
+    In a turn it renews the lease, stores results, claims blocks, exchanges work with other pods, does its part of what
+    one pod does for all, lists engines, shows viewers what runs, and flushes events. What a disk refuses is kept and
+    tried again in the next turn.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        journal: Journal,
+        ledger: Ledger,
+        blocks: ClaimedBlocks,
+        events: EventWriter,
+        endpoints: Endpoints,
+        budget: CampaignBudget,
+    ) -> None:
+        super().__init__(name="run-io", daemon=True)
+        self.requests: SimpleQueue[Requests] = SimpleQueue()
+        self.reports: SimpleQueue[Report] = SimpleQueue()
+        self.loop_turned_at = time.monotonic()
+        """The loop writes here when it turns."""
+        self._run, self._journal, self._ledger, self._blocks, self._events = run, journal, ledger, blocks, events
+        self._name = ledger.identity.name if ledger.identity else ""
+        self._asked = Requests()
+        self._storing = Storing(journal, ledger, blocks, events)
+        self._coordination = Coordination(ledger, endpoints, budget)
+        self._endpoints = endpoints
+        self._viewers, self._summary = Viewers(run, self._name), SummaryWriter(run.events / f"{self._name}.jsonl")
+        self._deletion = DeletionWatch(run)
+        self._began_at = round(time.time(), 3)
+        self._hand_offs_begun = self._hand_offs_done = 0
+        self._known_requests: set[str] = set()
+        """Work requests of other pods that were reported to the loop."""
+        self.state = RunState()
+
+    def start(self) -> None:
+        """Starts the thread. The pod's lease must have been written."""
+        self._enter(IoPhase.WORKING)
+        super().start()
+
+    def run(self) -> None:
+        """Takes turns until the loop asks to stop."""
+        try:
+            while self.state.phase is not IoPhase.STOPPED:
+                self.turn(POLL_INTERVAL_S if self.state.phase is IoPhase.WORKING else 0.0)
+                if self.state.phase is IoPhase.STUCK:
+                    time.sleep(RETRY_S)
+                if self._loop_hangs and not self._ledger.may_commit:
+                    self._end_process()
+            stop = self._asked.stop or Stop()
+            if stop.release:
+                self._release(stop)
+            self._post(Stopped(finished=stop.release and self._ledger.finished))
+        except BaseException as error:
+            self.reports.put(Stopped(error))
+
+    def turn(self, wait_s: float = 0.0) -> None:
+        """Does what was asked for, as far as the run directory permits.
+
+        Args:
+            wait_s: how long to wait for a request.
+
+        Raises:
+            MegaflowError: the pod cannot continue.
+        """
+        self._receive(wait_s)
+        try:
+            if not self._loop_hangs:
+                self._renew()
+            self._store()
+            self._coordination.tick()
+            self._claim()
+            self._exchange_work()
+            self._list_engines()
+            self._show_viewers()
+            self._deletion.check()
+            self._enter(IoPhase.WORKING)
+        except OSError as error:
+            # A full disk or quota: requests wait in memory, and each turn tries again.
+            if self.state.phase is IoPhase.WORKING:
+                why = f"the run directory cannot be written: {error}"
+                self._events.write(PodEvent(state="started", why=why))
+                self._enter(IoPhase.STUCK)
+        if self._asked.stop is not None:
+            self._enter(IoPhase.STOPPED)
+        self._events.flush()
+        self._summary.tick()
+
+    def _receive(self, wait_s: float) -> None:
+        try:
+            self._asked.add(self.requests.get(timeout=wait_s))
+            while True:
+                self._asked.add(self.requests.get_nowait())
+        except Empty:
+            pass
+
+    @property
+    def _loop_hangs(self) -> bool:
+        return self._asked.stop is None and time.monotonic() - self.loop_turned_at > LOOP_HANGS_S
+
+    def _end_process(self) -> None:
+        """Ends rank 0, whose results no longer count, so that its job restarts."""
+        why = f"rank 0's loop has not turned for {time.monotonic() - self.loop_turned_at:.0f} s"
+        try:
+            print(f"pod: {why}; leaving", file=sys.stderr, flush=True)
+            self._events.write(PodEvent(state="lost", why=why))
+            self._events.flush()
+        finally:
+            os._exit(1)
+
+    # --- parts of a turn ---
+
+    def _renew(self, ended: str = "") -> None:
+        progress = self._asked.progress or PodProgress()
+        times = {"t": round(time.time(), 3), "began_at": self._began_at, "ended": ended}
+        self._ledger.show({**progress._asdict(), **times}, self._coordination.renew_s)
+        self._ledger.renew(force=bool(ended))
+
+    def _store(self) -> None:
+        self._storing.add(self._asked.results)
+        self._asked.results = []
+        try:
+            self._storing.advance()
+        finally:
+            settled = self._storing.take_settled()
+            if settled:
+                self._post(Durable(settled))
+
+    def _claim(self) -> None:
+        if self._asked.claim and self._asked.stop is None:
+            began = time.monotonic()
+            block = self._blocks.claim()
+            self._asked.claim = False
+            self._post(Claimed(block, time.monotonic() - began))
+
+    def _exchange_work(self) -> None:
+        """Hands off rollouts, requests work, and reports new requests of other pods."""
+        asked = self._asked
+        self._blocks.retry_hand_offs()
+        while asked.hand_offs:
+            hand_off = asked.hand_offs.pop(0)  # from here the claimed blocks keep it
+            self._hand_offs_begun += 1
+            self._blocks.hand_off(hand_off.rollouts, hand_off.max_rollouts)
+        if not self._blocks.handing_off:
+            self._hand_offs_done = self._hand_offs_begun
+        if asked.request_work is not None:
+            self._ledger.request_work(asked.request_work)
+            asked.request_work = None
+        if asked.find_work_requests:
+            requests = self._ledger.work_requests()
+            asked.find_work_requests = False
+            for name, slots in requests.items():
+                if name not in self._known_requests:
+                    self._known_requests.add(name)
+                    self._post(WorkRequested(slots))
+
+    def _list_engines(self) -> None:
+        if self._asked.list_engines:
+            self._asked.list_engines = False
+            self._coordination.list_engines()
+
+    def _show_viewers(self) -> None:
+        self._viewers.poll(self._coordination.asked)
+        if self._asked.live is not None:
+            self._viewers.show(self._asked.live)
+            self._asked.live = None
+
+    # --- the end ---
+
+    def _release(self, stop: Stop) -> None:
+        """Leaves the histories of the rollouts that go back, releases blocks, and tidies up a finished campaign."""
+        try:
+            histories.write(self._run, self._name, stop.histories)
+        except OSError as error:
+            print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
+        self._ledger.request_work(0)
+        self._blocks.release(self._journal.committed)
+        self._viewers.leave()
+        if self._ledger.finished:
+            histories.remove_partials(self._run)
+            self._viewers.clear()
+        self._coordination.leave()
+        self._summary.finish()
+        self._renew(ended="released")
+
+    # --- reports ---
+
+    def _enter(self, phase: IoPhase) -> None:
+        self.state = replace(self.state, phase=phase, since=time.monotonic())
+        self._update_state()
+
+    def _update_state(self) -> None:
+        self.state = replace(
+            self.state,
+            held=len(self._blocks),
+            closes_at=self._ledger.closes_at,
+            seen=self._ledger.seen,
+            claimed_all=not self._ledger.free,
+            hand_offs_done=self._hand_offs_done,
+            engines=self._endpoints.engines,
+            asked=self._viewers.asked,
+            exceeded=self._coordination.report.exceeded,
+        )
+
+    def _post(self, report: Report) -> None:
+        """Reports something, after updating the state."""
+        self._update_state()
+        self.reports.put(report)
+
+
+class DeletionWatch:
+    """Ends the pod once its run directory is deleted: the files that it has open could be written for ever."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._planned = run.run_json.exists()
+        self._looked_at = self._present_at = time.monotonic()
+
+    def check(self) -> None:
+        """Looks whether the run directory exists, when that is due. Raises LedgerError if it is gone for good."""
+        now = time.monotonic()
+        if not self._planned or now - self._looked_at < DELETED_S / 3:
+            return
+        self._looked_at = now
+        if self._run.run_json.exists():
+            self._present_at = now
+        elif now - self._present_at > DELETED_S:
+            raise LedgerError(f"{self._run}: was deleted or moved away while its pods run; what they ran is lost")
+
+
+# --- the loop's side --------------------------------------------------------------------------------------------------
 
 
 class RunIo:
-    """Belongs to rank 0's loop. No method waits but :meth:`finish`.
+    """The loop's end. No method waits except :meth:`finish`.
 
     Args:
         clock: the ledger's clock.
@@ -53,101 +450,74 @@ class RunIo:
 
     def __init__(self, thread: RunIoThread, clock: Callable[[], float] = boot_clock) -> None:
         self._thread, self._clock = thread, clock
-        self._requests, self._reports = thread.requests, thread.reports
-        self._state = RunState()
-        self._turn_ended_at = time.monotonic()
+        self.requests = Requests()
+        """The requests of this turn of the loop."""
+        self._hand_offs = 0
         self._pending_records = self._pending_bytes = 0
-        self._to_store: list[PendingResult] = []
-        self._hand_offs_pending = 0
-        self._work_requests: deque[int] = deque()
         self.claiming = False
         """A claim was asked for and is not answered."""
         self.claim_s = 0.0
-        """What the last claim took, in seconds."""
+        """Duration of the last claim, in seconds."""
         self.finished = False
         """After :meth:`finish`: every block of the campaign is done."""
 
     def start(self) -> None:
-        """Starts the thread; the pod's lease has been written."""
-        self._state, self._turn_ended_at = self._thread.state(), time.monotonic()
+        """Starts the thread. The pod's lease must have been written."""
         self._thread.start()
 
     # --- requests ---
 
     def store(self, outcome: Outcome, epoch: int, block: int) -> None:
-        """Has a result of a claimed block journalled, with the next push; it comes back in a ``Durable``."""
+        """Journals a result of a claimed block. It comes back in a :class:`Durable`."""
         record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
-        self._to_store.append(PendingResult(outcome, block, epoch, record))
-
-    def push(self) -> None:
-        """Hands over the results that are to be stored: the thread is woken once for all of a turn."""
-        if self._to_store:
-            self._requests.put(StoreResults(self._to_store))
-            self._to_store = []
-
-    def _ask(self, request: Request) -> None:
-        self.push()  # in the order in which the loop decided
-        self._requests.put(request)
+        self.requests.results.append(PendingResult(outcome, block, epoch, record))
 
     def claim(self) -> None:
-        """Asks for a block; one at a time. The answer is a ``Claimed``."""
+        """Asks for a block. There is one such request at a time."""
         self.claiming = True
-        self._ask(ClaimBlock())
+        self.requests.claim = True
 
-    def list_endpoints(self) -> None:
-        """Has the engines looked at; a change comes back as ``EndpointsChanged``."""
-        self._ask(ListEndpoints())
-
-    def show_progress(self, progress: ShowProgress) -> None:
-        """Has the lease say how far the pod is, the next time that it is renewed."""
-        self._ask(progress)
-
-    def show_activity(self, activity: PodActivity | None) -> None:
-        """Has viewers shown what they ask for of this pod; ``None`` takes it away."""
-        self._ask(ShowActivity(activity))
-
-    def request_work(self, slots: int) -> None:
-        """Asks other pods to fill so many slots; 0 withdraws that."""
-        self._ask(RequestWork(slots))
-
-    def look_for_work_requests(self) -> None:
-        """Has the ledger looked at for pods that request work; see :meth:`work_requests`."""
-        self._ask(LookForWorkRequests())
-
-    def hand_off(self, rollouts: list[tuple[int, Rollout]], each: int) -> None:
-        """Hands rollouts, with their blocks, to other pods; they were taken out of the queue.
+    def hand_off(self, rollouts: list[tuple[int, Rollout]], max_rollouts: int) -> None:
+        """Hands rollouts, with their blocks, to other pods. They must have been taken out of the queue.
 
         Args:
-            each: most rollouts of a new block.
+            max_rollouts: most rollouts of a new block.
         """
-        self._hand_offs_pending += 1
-        self._ask(HandOff(rollouts, each))
+        self._hand_offs += 1
+        self.requests.hand_offs.append(HandOff(rollouts, max_rollouts))
+
+    def push(self) -> None:
+        """Hands the requests of this turn over, so the thread is woken once a turn."""
+        if self.requests != _NOTHING:
+            self._thread.requests.put(self.requests)
+            self.requests = Requests()
 
     def finish(self, seconds: float, release: bool = False, histories: dict[str, History] | None = None) -> bool:
-        """Ends the thread when everything asked for is done; False if that takes longer, or it had failed.
+        """Ends the thread when everything asked for is done. False if that takes longer, or the thread had failed.
 
         Args:
             release: gives unfinished blocks back.
-            histories: what the next pods are told of the rollouts that go back, by id.
+            histories: histories of the rollouts that go back, by id, for the next pods.
         """
-        self._ask(Stop(release, histories or {}))
+        self.requests.stop = Stop(release, histories or {})
+        self.push()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     # --- reports ---
 
     def collect(self) -> Iterator[Report]:
-        """Yields what the thread has reported since the last call, which is also the loop's sign of life.
+        """Yields the reports since the last call. A call is also the loop's sign of life.
 
         Raises:
-            BaseException: what ended the thread: the pod cannot go on.
+            BaseException: the error that ended the thread. The pod cannot continue.
         """
         self._thread.loop_turned_at = time.monotonic()
         while True:
             try:
-                report = self._reports.get_nowait()
+                report = self._thread.reports.get_nowait()
             except Empty:
                 return
             match report:
@@ -156,65 +526,42 @@ class RunIo:
                     self._pending_bytes -= sum(len(result.record) for result in results)
                 case Claimed(_, seconds):
                     self.claiming, self.claim_s = False, seconds
-                case RunState():
-                    self._state = report
-                case TurnEnded(at):
-                    self._turn_ended_at = at
-                case HandedOff(count):
-                    self._hand_offs_pending -= count
-                case WorkRequested(slots):
-                    self._work_requests.append(slots)
                 case Stopped(error, finished):
                     self.finished = finished
                     if error is not None:
                         raise error
             yield report
 
-    def work_requests(self) -> Iterator[int]:
-        """Yields the slots that other pods want filled, each request once."""
-        while self._work_requests:
-            yield self._work_requests.popleft()
-
-    # --- what is known ---
+    # --- the state ---
 
     @property
-    def held(self) -> int:
-        """Blocks that are claimed and not done."""
-        return self._state.held
+    def state(self) -> RunState:
+        """The thread's knowledge."""
+        return self._thread.state
 
     @property
     def may_commit(self) -> bool:
         """False once the lease is so old that another pod may be about to take over."""
-        return self._clock() < self._state.closes_at
-
-    @property
-    def seen(self) -> Outlook:
-        """What the last claim has seen of blocks, other pods and consumers."""
-        return self._state.seen
-
-    @property
-    def claimed_all(self) -> bool:
-        """No block was free when this pod looked last."""
-        return self._state.claimed_all
+        return self._clock() < self.state.closes_at
 
     @property
     def full(self) -> bool:
-        """So much waits for the disk that nothing more should be started."""
-        return self._pending_records >= MOST_RECORDS or self._pending_bytes >= MOST_BYTES
+        """So many results wait for the disk that nothing more should be started."""
+        return self._pending_records >= MAX_PENDING_RECORDS or self._pending_bytes >= MAX_PENDING_BYTES
 
     @property
     def idle(self) -> bool:
         """Nothing that was asked for is under way."""
-        return not (self._pending_records or self.claiming or self._hand_offs_pending)
+        hand_offs_pending = self._hand_offs - self.state.hand_offs_done
+        return not (self._pending_records or self.claiming or hand_offs_pending)
 
     @property
     def stuck(self) -> bool:
         """The run directory refuses to be written."""
-        return self._state.stuck_since is not None
+        return self.state.phase is IoPhase.STUCK
 
     @property
     def stuck_s(self) -> float:
-        """For how long the run directory has refused, or not answered, in seconds."""
-        now = time.monotonic()
-        since = min(self._turn_ended_at + LOOK_S, now if self._state.stuck_since is None else self._state.stuck_since)
-        return max(0.0, now - since)
+        """For how many seconds the run directory has refused, or has not answered."""
+        passed_s = time.monotonic() - self.state.since
+        return passed_s if self.stuck else max(0.0, passed_s - POLL_INTERVAL_S)

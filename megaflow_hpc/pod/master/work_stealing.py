@@ -1,13 +1,13 @@
 """Work stealing: a pod without work requests some, and a pod with rollouts that it has not started hands some off.
 
-A pod whose free slots find nothing to claim requests work in the ledger for as long as other pods hold blocks, and does
-not leave at once. A pod that has rollouts waiting looks for requests, often once no block is free any more, and hands
-off to each such a share that the waiting rollouts are spread over its own slots and the free ones. What is handed off
-becomes new blocks, which are claimed like any other. Whole groups are handed off, never retries, and the last in the
-queue first. Where rules may close groups early, only those are handed off of which nothing has started: what becomes of
-the others hangs on rewards that this pod sees.
+A pod requests work in the ledger while its free slots find nothing to claim and other pods hold blocks. It does not
+leave at once. A pod with waiting rollouts looks for requests, often once no block is free any more. It hands off a part
+to each, so that the waiting rollouts are spread over its own slots and the free slots of the other pod. What is handed
+off becomes new blocks, which are claimed like any other block. Whole groups are handed off, the last in the queue
+first, but never retries. If rules may close groups early, only groups of which nothing has started are handed off: the
+other groups depend on rewards that this pod sees.
 
-The loop of rank 0 decides here; the I/O thread carries out what touches the run directory.
+Rank 0's loop decides here. The I/O thread touches the run directory.
 """
 
 from __future__ import annotations
@@ -21,78 +21,76 @@ from megaflow_hpc.pod.scheduling.groups import Groups
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
 
-LOOK_S = 5.0
-"""How often a pod with waiting rollouts looks for requests when no block was free any more."""
+POLL_INTERVAL_S = 5.0
+"""Interval at which a pod with waiting rollouts looks for requests if no block is free any more."""
 SELDOM_S = 120.0
-"""How often it looks while blocks are free."""
+"""The same while blocks are free."""
 REQUEST_S = 20.0
-"""A pod without work stays this long after its request; it repeats the request as often."""
+"""A pod without work stays this long after its request, and then repeats it."""
 
 
-def share_of(waiting: int, slots: int, wanted: int) -> int:
-    """Returns how many of the waiting rollouts go to others that have so many free slots, for an even spread.
+def rollouts_for(waiting: int, slots: int, wanted: int) -> int:
+    """Returns how many of the waiting rollouts go to another pod, for an even spread.
 
     Args:
         waiting: rollouts that cannot start here now.
-        slots: of this pod.
-        wanted: free slots of the other one.
+        slots: slots of this pod.
+        wanted: free slots of the other pod.
     """
     return math.ceil(waiting * wanted / (slots + wanted)) if waiting and wanted else 0
 
 
 class WorkStealing:
-    """Requests work for idle slots, and answers the requests of others."""
+    """Requests work for idle slots, and answers the requests of other pods."""
 
     def __init__(self, io: RunIo, scheduler: Scheduler, groups: Groups) -> None:
         self._io, self._scheduler, self._groups = io, scheduler, groups
-        self._without_work_since: float | None = None
-        self._requested = False
+        self._idle_since: float | None = None
+        """When this pod first requested work for its idle slots. ``None`` while it does not."""
         self._requested_at = self._looked_at = -SELDOM_S
+        self.requests: list[int] = []
+        """Slots that other pods ask to be filled, one number for each request that is not answered."""
 
     @property
     def may_get_work(self) -> bool:
-        """The pod has requested work, and may yet get some."""
-        since = self._without_work_since
-        return since is not None and time.monotonic() - since < REQUEST_S
+        """Work was requested not long ago."""
+        return self._idle_since is not None and time.monotonic() - self._idle_since < REQUEST_S
 
     def claimed(self) -> None:
-        """Notes that a block was claimed."""
-        self._without_work_since = None
+        """Records that a block was claimed."""
+        self._idle_since = None
 
     def tick(self, nothing_free: bool, leaving: bool) -> None:
-        """Requests work, or hands some off, where that is due; to be called every second or so.
+        """Requests work or hands some off when that is due. Called about every second.
 
         Args:
             nothing_free: the last claim found no block.
-            leaving: the pod drains: it neither requests nor hands off.
+            leaving: the pod drains, so it neither requests nor hands off.
         """
-        now, io, scheduler = time.monotonic(), self._io, self._scheduler
-        if leaving or not (nothing_free and scheduler.workers.free and not scheduler.queued and io.seen.others):
-            self._without_work_since = None
-            self._request(0)
-        elif self._without_work_since is None or now - self._requested_at >= REQUEST_S:
-            self._without_work_since = now if self._without_work_since is None else self._without_work_since
+        now, scheduler, state = time.monotonic(), self._scheduler, self._io.state
+        idle = nothing_free and scheduler.workers.free and not scheduler.queued
+        if leaving or not (idle and state.seen.others):
+            self._idle_since = None
+            self._io.requests.request_work = 0
+        elif self._idle_since is None or now - self._requested_at >= REQUEST_S:
+            self._idle_since = now if self._idle_since is None else self._idle_since
             self._requested_at = now
-            self._request(scheduler.workers.free)
+            self._io.requests.request_work = scheduler.workers.free
         if leaving or not scheduler.queued:
             return
-        if now - self._looked_at >= (LOOK_S if io.claimed_all else SELDOM_S):
+        if now - self._looked_at >= (POLL_INTERVAL_S if state.claimed_all else SELDOM_S):
             self._looked_at = now
-            io.look_for_work_requests()
-        for wanted in io.work_requests():
+            self._io.requests.find_work_requests = True
+        requests, self.requests = self.requests, []
+        for wanted in requests:
             self._hand_off(wanted)
-
-    def _request(self, slots: int) -> None:
-        if slots or self._requested:
-            self._requested = slots > 0
-            self._io.request_work(slots)
 
     def _hand_off(self, wanted: int) -> None:
         scheduler = self._scheduler
         waiting: dict[str, list[Work]] = {}
         for work in reversed(scheduler.waiting_work()):
             waiting.setdefault(work.rollout.group_id, []).append(work)
-        count = share_of(max(0, scheduler.queued - scheduler.workers.free), scheduler.workers.slots, wanted)
+        count = rollouts_for(max(0, scheduler.queued - scheduler.workers.free), scheduler.workers.slots, wanted)
         going: list[Work] = []
         for name, samples in waiting.items():
             group = [work for work in samples if not work.attempt]

@@ -82,8 +82,6 @@ class Runner:
         assert self._services is not None, "rank 0 sends init first"
         rollout = Rollout(**message["rollout"])
         self._services.images.update(message["images"])
-        if (image := message["images"].get(message["task"]["image"])) is not None:
-            self._services.provider.images.expect(image, message["starts"])
         self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
 
     async def _on_suspend(self, message: Message) -> None:
@@ -107,9 +105,7 @@ class Runner:
 
     async def _on_images(self, message: Message) -> None:
         assert self._services is not None, "rank 0 sends init first"
-        for image, starts in message["order"]:
-            self._services.provider.images.expect(image, starts)
-        self._services.provider.prefetch([image for image, _ in message["order"]])
+        self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
         """Somebody looks at this rollout: rank 0 is told how its conversation ends, unless it knows that already."""

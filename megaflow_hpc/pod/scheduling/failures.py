@@ -57,7 +57,7 @@ RULES: dict[str, Rule] = {
 
 TOO_SHORT = 2
 """Walltimes in a row that end a rollout, which had most of each, before it fails: it takes longer than that."""
-MOST_FAILURES = 6
+MAX_FAILURES = 6
 """Failures of all causes together after which a rollout is given up."""
 
 NEARLY_ALL = 0.9
@@ -72,7 +72,7 @@ def may_retry(causes: Sequence[str]) -> bool:
     """Tells whether a rollout is tried again after attempts that failed for these causes, in order."""
     last = causes[-1]
     rule = RULES.get(last)
-    return rule is not None and causes.count(last) <= rule.retries and len(causes) < MOST_FAILURES
+    return rule is not None and causes.count(last) <= rule.retries and len(causes) < MAX_FAILURES
 
 
 class Pattern:

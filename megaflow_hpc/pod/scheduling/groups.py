@@ -32,7 +32,7 @@ class GroupRules:
 
 
 @dataclass(frozen=True)
-class Step:
+class GroupStep:
     """What follows from the end of a sample, by rollout id."""
 
     cancel: Sequence[str] = ()
@@ -42,7 +42,7 @@ class Step:
     why: str = ""
 
 
-NOTHING_TO_DO = Step()
+NOTHING_TO_DO = GroupStep()
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Groups:
             known.running.discard(rollout)
             known.waiting.insert(0, rollout)
 
-    def ended(self, group: str, rollout: str, reward: float | None) -> Step:
+    def ended(self, group: str, rollout: str, reward: float | None) -> GroupStep:
         """Notes that a sample has ended for good; returns what follows for the others.
 
         Args:
@@ -140,19 +140,19 @@ class Groups:
             del self._groups[group]
         return step
 
-    def _step(self, known: _Group) -> Step:
+    def _step(self, known: _Group) -> GroupStep:
         if known.wanted and len(known.rewards) >= known.wanted:
             left = [*known.waiting, *sorted(known.running)]
             known.waiting, known.running = [], set()
-            return Step(cancel=left, why=f"its group has the {known.wanted} rewards that were asked for")
+            return GroupStep(cancel=left, why=f"its group has the {known.wanted} rewards that were asked for")
         after = self._rules.signal_after
         if not after or len(known.rewards) < after:
             return NOTHING_TO_DO
         if known.equal:
             dropped, known.waiting = known.waiting, []
             why = f"its group has {len(known.rewards)} rewards and all are {known.rewards[0]:g}"
-            return Step(cancel=dropped, why=why)
+            return GroupStep(cancel=dropped, why=why)
         if known.has_signal:
             return NOTHING_TO_DO
         known.has_signal = True
-        return Step(promote=list(known.waiting))
+        return GroupStep(promote=list(known.waiting))

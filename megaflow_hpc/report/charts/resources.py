@@ -19,7 +19,7 @@ from megaflow_hpc.report.charts.specs import (
     spec_of,
 )
 from megaflow_hpc.report.figures import RunFigures
-from megaflow_hpc.report.policies import LatencyStage, Phase
+from megaflow_hpc.report.policies import LatencyStage, RolloutPhase
 from megaflow_hpc.report.timeline import PODS, Bar
 
 TASKS_SHOWN = 40
@@ -142,7 +142,7 @@ def _stacked(
     name: str,
     title: str,
     note: str,
-    known: Sequence[tuple[str, Phase | LatencyStage, str]],
+    known: Sequence[tuple[str, RolloutPhase | LatencyStage, str]],
     colours: dict[str, str],
     runs: Named,
 ) -> Chart | None:

@@ -106,7 +106,7 @@ def digest(rollout: str) -> bytes:
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
-class Wanted:
+class WantedPods:
     """Rollouts that are looked for among the digests of many pods.
 
     Of millions nearly all fall through a sieve, by their low bits, before any becomes a number of Python's.

@@ -46,7 +46,7 @@ class Column(NamedTuple):
         return self.extent.endswith("+1")
 
 
-class Group(NamedTuple):
+class ColumnGroup(NamedTuple):
     """A group of the file: its columns, and what one row of them is."""
 
     name: str
@@ -56,7 +56,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group(
+    ColumnGroup(
         "trajectories",
         "One row per rollout, in commit order. `n` rows.",
         (
@@ -118,7 +118,7 @@ GROUPS = (
             ("attempt_offset", "int64", "n+1", "into `/attempts`"),
         ),
     ),
-    Group(
+    ColumnGroup(
         "sequences",
         "Token sequences: consecutive calls whose prompts extend one another. A new one starts only where a call's "
         "prompt does not extend what came before. `m` rows, in the order of their trajectories.",
@@ -135,7 +135,7 @@ GROUPS = (
             ("weight_version_max", "int32", "m", "highest of them"),
         ),
     ),
-    Group(
+    ColumnGroup(
         "turns",
         "Model calls. `t` rows, in the order of their trajectories.",
         (
@@ -159,7 +159,7 @@ GROUPS = (
             ),
         ),
     ),
-    Group(
+    ColumnGroup(
         "tokens",
         "One entry per token, prompts included. `k` rows.",
         (
@@ -169,7 +169,7 @@ GROUPS = (
             ("weight_version", "int32", "k", "version of the weights that sampled it; -1 where not sampled"),
         ),
     ),
-    Group(
+    ColumnGroup(
         "messages",
         "Every message of every model call. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object "
         "in OpenAI message form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain "
@@ -187,7 +187,7 @@ GROUPS = (
             ("json", "uint8", "qb", "UTF-8 bytes"),
         ),
     ),
-    Group(
+    ColumnGroup(
         "attempts",
         "Every attempt with its cause, the last one included where the pod listed it. `a` rows.",
         (
@@ -201,7 +201,7 @@ GROUPS = (
             ("finished_at", "float64", "a", "seconds UTC since 1970"),
         ),
     ),
-    Group(
+    ColumnGroup(
         "artifacts",
         "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
         "trajectories. `calls.jsonl` has a line of JSON per turn with further data for a replay: the request's `id`, "

@@ -19,7 +19,7 @@ RENEW_BYTES = 8 << 20
 """Bytes of a journal that are read between two calls of ``renew``."""
 
 
-class Holding(NamedTuple):
+class StoredBlock(NamedTuple):
     """One epoch of a block that is over."""
 
     epoch: int
@@ -60,7 +60,7 @@ class StoredRollouts:
         self._journals: dict[str, _Journal] = {}
         """By owner."""
 
-    def ids(self, block: int, held: Iterable[Holding]) -> set[str]:
+    def ids(self, block: int, held: Iterable[StoredBlock]) -> set[str]:
         """Returns the rollouts of a block that are stored and did not fail.
 
         Raises:

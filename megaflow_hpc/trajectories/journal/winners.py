@@ -60,7 +60,7 @@ Seals = Mapping[tuple[int, int], tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RecordEntry:
     """One valid record: the fields that decide which record wins, and its position."""
 
     id: str
@@ -88,12 +88,12 @@ class Index:
 
     root: Path
     """``RUN/journal``."""
-    winners: list[Entry] = field(default_factory=list)
+    winners: list[RecordEntry] = field(default_factory=list)
     """One per rollout, in commit order."""
-    losers: dict[str, list[Entry]] = field(default_factory=dict)
+    losers: dict[str, list[RecordEntry]] = field(default_factory=dict)
     """The other valid records by rollout id, for the few rollouts that have any."""
 
-    def load(self, entry: Entry) -> Trajectory:
+    def load(self, entry: RecordEntry) -> Trajectory:
         """Reads the trajectory of a winner, with the attempts of the records that lost.
 
         Raises:
@@ -113,17 +113,17 @@ class Index:
             for entry in batch:
                 yield self._decode(entry, frames.pop(entry))
 
-    def _read(self, batch: list[Entry]) -> dict[Entry, Frame]:
-        by_journal: dict[str, list[Entry]] = {}
+    def _read(self, batch: list[RecordEntry]) -> dict[RecordEntry, Frame]:
+        by_journal: dict[str, list[RecordEntry]] = {}
         for entry in batch:
             by_journal.setdefault(entry.journal, []).append(entry)
-        frames: dict[Entry, Frame] = {}
+        frames: dict[RecordEntry, Frame] = {}
         for journal, entries_of_it in by_journal.items():
             starts = [entry.start for entry in entries_of_it]
             frames.update(zip(entries_of_it, read_frames_at(self.root / journal, starts), strict=True))
         return frames
 
-    def _decode(self, entry: Entry, frame: Frame) -> Trajectory:
+    def _decode(self, entry: RecordEntry, frame: Frame) -> Trajectory:
         trajectory = trajectory_of(frame, entry.epoch, self.root / entry.journal)
         losers = self.losers.get(entry.id)
         if not losers:
@@ -140,9 +140,9 @@ class Index:
         return trajectory
 
 
-def _batches(winners: list[Entry]) -> Iterator[list[Entry]]:
+def _batches(winners: list[RecordEntry]) -> Iterator[list[RecordEntry]]:
     """Cuts winners into batches of about :data:`BATCH_BYTES`, at least one record each."""
-    batch: list[Entry] = []
+    batch: list[RecordEntry] = []
     size = 0
     for entry in winners:
         if batch and size + entry.size > BATCH_BYTES:
@@ -191,10 +191,10 @@ def index(run: RunDir, seals: Seals) -> Index:
     return Index(run.journal, in_commit_order(best.values()), losers)
 
 
-def decide(valid: Iterable[Entry]) -> tuple[dict[str, Entry], dict[str, list[Entry]]]:
+def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[str, list[RecordEntry]]]:
     """Returns the winner of each rollout by id, and the entries that lost for the rollouts that have any."""
-    best: dict[str, Entry] = {}
-    losers: dict[str, list[Entry]] = {}
+    best: dict[str, RecordEntry] = {}
+    losers: dict[str, list[RecordEntry]] = {}
     for entry in valid:
         other = best.setdefault(entry.id, entry)
         if other is not entry:
@@ -203,7 +203,7 @@ def decide(valid: Iterable[Entry]) -> tuple[dict[str, Entry], dict[str, list[Ent
     return best, losers
 
 
-def in_commit_order(found: Iterable[Entry]) -> list[Entry]:
+def in_commit_order(found: Iterable[RecordEntry]) -> list[RecordEntry]:
     """Sorts the entries of several journals."""
     return sorted(found, key=lambda e: (e.time_ns, e.journal, e.start))
 
@@ -211,21 +211,21 @@ def in_commit_order(found: Iterable[Entry]) -> list[Entry]:
 # --- a journal --------------------------------------------------------------------------------------------------------
 
 
-def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[Entry], int]:
+def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) -> tuple[list[RecordEntry], int]:
     """Returns the valid records of one journal file in order, and the end of the last whole record (or ``start``).
 
     Args:
         path, start, limit: as for :func:`headings`.
         seals: what voids records.
     """
-    found: list[Entry] = []
+    found: list[RecordEntry] = []
     base = base_of(path)
     end = start
     for frame, heading in headings(path, start, limit):
         end = frame.end
         if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
             size = frame.end - frame.start
-            found.append(Entry(*heading[:4], frame.time_ns, path.name, frame.start, size))
+            found.append(RecordEntry(*heading[:4], frame.time_ns, path.name, frame.start, size))
     return found, end
 
 

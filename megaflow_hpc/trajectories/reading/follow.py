@@ -27,8 +27,8 @@ from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import (
-    Entry,
     Index,
+    RecordEntry,
     Seals,
     decide,
     entries,
@@ -92,7 +92,7 @@ class Follower:
         source = JournalSource(Index(self._run.journal, found))
         return [Row(source, row) for row in range(len(found))]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RecordEntry]:
         """Returns what :meth:`poll` would have, as places in journals with what decided over them.
 
         Raises:
@@ -103,7 +103,7 @@ class Follower:
         if not grown:
             return []
         seals = self._seals()
-        found: list[Entry] = []
+        found: list[RecordEntry] = []
         read = dict(self._read)
         for path, size in grown.items():
             new, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
@@ -114,7 +114,7 @@ class Follower:
         best, _ = decide(found)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
-    def load(self, entry: Entry) -> Trajectory:
+    def load(self, entry: RecordEntry) -> Trajectory:
         """Reads the trajectory of an entry, of this follower or of an earlier one of the run.
 
         Raises:
@@ -136,7 +136,7 @@ class Follower:
         if self._read[name] < size:
             self._tails[name] = size, first if known == size else now, now
 
-    def _take(self, entry: Entry) -> bool:
+    def _take(self, entry: RecordEntry) -> bool:
         """Whether an entry is to be returned, which is then noted."""
         succeeded = entry.status in VERIFIED
         if entry.id in self._seen and not (succeeded and entry.id in self._failed):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
-from megaflow_hpc.trajectories.journal.winners import Entry, Index
+from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
 from megaflow_hpc.trajectory import Attempt, Trajectory, Turn
 from megaflow_hpc.types import Artifact
@@ -46,7 +46,7 @@ class JournalSource:
 
     def __init__(self, found: Index) -> None:
         self._index = found
-        self._cache: OrderedDict[Entry, Trajectory] = OrderedDict()
+        self._cache: OrderedDict[RecordEntry, Trajectory] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._index.winners)
@@ -135,7 +135,7 @@ class JournalSource:
             self._keep(entry, self._index.load(entry))
         return self._cache[entry]
 
-    def _keep(self, entry: Entry, trajectory: Trajectory) -> None:
+    def _keep(self, entry: RecordEntry, trajectory: Trajectory) -> None:
         self._cache[entry] = trajectory
         if len(self._cache) > _CACHED:
             self._cache.popitem(last=False)

@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
-from megaflow_hpc.environments.images.cache import parts
-from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.cache.prefetch import Prefetcher
-from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.images.cache import artifacts
+from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.images.image_file import ImageFacts
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity
 from tests.support.small_images import SmallImages
 
 MB = 1_000_000
@@ -43,23 +42,20 @@ def images(small_images: SmallImages, tmp_path: Path) -> list[str]:
     return small_images.fill(ImageStore(tmp_path / "store"), 6)
 
 
-def here(cache: ImageCache, images: list[str], form: str = "sif") -> list[int]:
+def here(cache: ImageCache, images: list[str]) -> list[int]:
     """Which of ``images`` have a copy."""
     names = {str(row["name"]) for row in cache.list()}
-    return [number for number, image in enumerate(images) if f"{Path(image).stem[:40]}-{form}" in names]
+    return [number for number, image in enumerate(images) if f"{Path(image).stem[:40]}-tree" in names]
 
 
 def test_an_image_is_read_once_and_its_copies_are_what_it_holds(
     images: list[str], open_cache: Callable[..., ImageCache]
 ) -> None:
     cache = open_cache()
-    first, second = cache.acquire(images[0], "sif"), cache.acquire(images[0], "sif")
+    first, second = cache.acquire(images[0]), cache.acquire(images[0])
     assert first.path == second.path != images[0]
-    assert digest_of(first.path) == Path(images[0]).stem
     assert cache.copied_bytes == os.path.getsize(images[0])
-    tree = cache.acquire(images[0], "tree")
-    assert Path(tree.path, "etc", "number").read_text().strip() == "0"
-    assert cache.acquire(images[0], "direct").path == images[0]
+    assert Path(first.path, "etc", "number").read_text().strip() == "0"
 
 
 def test_the_real_image_unpacks_to_what_its_header_says(base_sif: Path, tmp_path: Path) -> None:
@@ -83,18 +79,16 @@ def test_a_changed_image_is_refused_by_its_digest(images: list[str], open_cache:
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"changed")
-    for form in ("sif", "tree"):
-        with pytest.raises(SandboxError, match=r"has the digest [0-9a-f]{64}, not the one in its name.*images prune"):
-            open_cache().acquire(images[0], form)
+    with pytest.raises(SandboxError, match=r"has the digest [0-9a-f]{64}, not the one in its name.*images prune"):
+        open_cache().acquire(images[0])
     assert here(open_cache(), images) == []
 
 
-@pytest.mark.parametrize("form", ["sif", "tree"])
 def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
-    form: str, images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch
+    images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner of a store can replace a file at any instant, with the same size and time of change."""
-    cache, compare = open_cache(), parts.read_checked
+    cache, compare = open_cache(), artifacts.read_checked
     before = os.stat(images[0])
 
     def compare_and_replace(facts: ImageFacts, *rest: Any) -> None:
@@ -104,13 +98,10 @@ def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
         os.utime(images[0], ns=(before.st_atime_ns, before.st_mtime_ns))
 
     os.chmod(images[1], 0o644)
-    monkeypatch.setattr(parts, "read_checked", compare_and_replace)
-    found = cache.acquire(images[0], form)
-    if form == "tree":
-        assert Path(found.path, "etc", "number").read_text().strip() == "0"
-        assert sorted(os.listdir(Path(found.path).parent)) == ["entry.json", "rootfs"]
-    else:
-        assert digest_of(found.path) == Path(images[0]).stem
+    monkeypatch.setattr(artifacts, "read_checked", compare_and_replace)
+    found = cache.acquire(images[0])
+    assert Path(found.path, "etc", "number").read_text().strip() == "0"
+    assert sorted(os.listdir(Path(found.path).parent)) == ["entry.json", "rootfs"]
 
 
 def test_a_truncated_image_is_refused_by_its_header(images: list[str], open_cache: Callable[..., ImageCache]) -> None:
@@ -130,18 +121,18 @@ def test_the_least_recently_used_goes_first_and_what_is_in_use_stays(
     images: list[str], open_cache: Callable[..., ImageCache]
 ) -> None:
     cache = open_cache(budget_mb=3.5)
-    held = cache.acquire(images[0], "sif")
+    held = cache.acquire(images[0])
     for number in (1, 2):
-        cache.acquire(images[number], "sif").release()
-    again = cache.acquire(images[1], "sif")  # used after 2 was
+        cache.acquire(images[number]).release()
+    again = cache.acquire(images[1])  # used after 2 was
     again.release()
-    cache.acquire(images[3], "sif").release()
+    cache.acquire(images[3]).release()
     assert here(cache, images) == [0, 1, 3]
-    cache.acquire(images[4], "sif").release()
+    cache.acquire(images[4]).release()
     assert here(cache, images) == [0, 3, 4]
     assert Path(held.path).exists()
     held.release()
-    cache.acquire(images[5], "sif").release()
+    cache.acquire(images[5]).release()
     assert here(cache, images) == [0, 4, 5]  # what was given back last went last
 
 
@@ -149,22 +140,22 @@ def test_the_budget_counts_files_too(images: list[str], open_cache: Callable[...
     files = open_cache().facts(images[0]).inodes + 64
     cache = open_cache(inodes=2 * files + files // 2)
     for number in range(4):
-        cache.acquire(images[number], "tree").release()
-    assert here(cache, images, "tree") == [2, 3]
+        cache.acquire(images[number]).release()
+    assert here(cache, images) == [2, 3]
 
 
 def test_who_finds_no_room_waits_until_something_is_given_back(
     images: list[str], open_cache: Callable[..., ImageCache]
 ) -> None:
     cache = open_cache(budget_mb=2.2)
-    held = [cache.acquire(images[0], "sif"), cache.acquire(images[1], "sif")]
+    held = [cache.acquire(images[0]), cache.acquire(images[1])]
     with pytest.raises(
         SandboxError, match=r"not staged within 0\.1 s: everything in .* is in use; raise MEGAFLOW_CACHE_GB"
     ):
-        cache.acquire(images[2], "sif", timeout_s=0.1)
+        cache.acquire(images[2], timeout_s=0.1)
     assert here(cache, images) == [0, 1]
     found: list[str] = []
-    waiter = threading.Thread(target=lambda: found.append(cache.acquire(images[2], "sif", timeout_s=60).path))
+    waiter = threading.Thread(target=lambda: found.append(cache.acquire(images[2], timeout_s=60).path))
     waiter.start()
     held[0].release()
     waiter.join(60)
@@ -176,7 +167,7 @@ def test_an_image_beyond_the_budget_is_refused_at_once(
     images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(SandboxError, match=r"the cache may take 0\.0005 GB .*MEGAFLOW_SCRATCH"):
-        open_cache(budget_mb=0.5).acquire(images[0], "sif")
+        open_cache(budget_mb=0.5).acquire(images[0])
     monkeypatch.setenv("MEGAFLOW_CACHE_GB", "lots")
     with pytest.raises(ConfigError, match="MEGAFLOW_CACHE_GB=lots: expected a number above 0"):
         ImageCache(tmp_path / "cache", find_apptainer())
@@ -186,14 +177,14 @@ def test_staging_ahead_goes_in_order_and_takes_nothing_from_itself(
     images: list[str], open_cache: Callable[..., ImageCache]
 ) -> None:
     cache = open_cache(budget_mb=3.5)
-    assert cache.prefetch(images, "sif") == 3
+    assert cache.prefetch(images) == 3
     assert here(cache, images) == [0, 1, 2]
-    lease = cache.acquire(images[0], "sif")
-    assert cache.prefetch(images, "sif") == 3  # the first is in use, the others wait for their use
+    lease = cache.acquire(images[0])
+    assert cache.prefetch(images) == 3  # the first is in use, the others wait for their use
     lease.release()
-    assert cache.prefetch(images[1:], "sif") == 3
+    assert cache.prefetch(images[1:]) == 3
     assert here(cache, images) == [1, 2, 3]
-    cache.acquire(images[5], "sif").release()  # who needs an image now takes the place of what is needed latest
+    cache.acquire(images[5]).release()  # who needs an image now takes the place of what is needed latest
     assert here(cache, images) == [1, 2, 5]
     assert cache.copied_bytes == 5 * os.path.getsize(images[0])
 
@@ -205,14 +196,14 @@ from megaflow_hpc.environments.images.cache.cache import ImageCache
 cache = ImageCache(Path(sys.argv[1]), "apptainer", budget_bytes=10**9, budget_inodes=10**6)
 print("ready", flush=True)
 sys.stdin.readline()
-lease = cache.acquire(sys.argv[2], sys.argv[3])
+lease = cache.acquire(sys.argv[2])
 print(cache.copied_bytes, lease.path, flush=True)
 sys.stdin.readline()
 """
 
 
-def start_rank(cache: Path, image: str, form: str = "tree", code: str = RANK) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", code, str(cache), image, form]
+def start_rank(cache: Path, image: str, code: str = RANK) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", code, str(cache), image]
     rank = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert rank.stdout
     assert rank.stdout.readline() == "ready\n"
@@ -244,7 +235,7 @@ def test_of_many_ranks_one_stages_and_the_others_wait_for_it(
         rank.wait()
     assert [row["in_use"] for row in cache.list()] == [False]  # neither the killed nor the ended hold anything
     assert cache.clear() > 0
-    for room in ("images", "locks", "leases", "partial", "trash", "reserved"):
+    for room in ("images", "work"):
         assert os.listdir(tmp_path / "cache" / room) == [], room
 
 
@@ -261,7 +252,7 @@ def slow(path, target, partition):
 sif.unpack = slow
 cache = ImageCache(Path(sys.argv[1]), "apptainer", budget_bytes=10**9, budget_inodes=10**6)
 print("ready", flush=True)
-cache.acquire(sys.argv[2], sys.argv[3])
+cache.acquire(sys.argv[2])
 """
 
 
@@ -282,28 +273,26 @@ def test_a_killed_stager_blocks_nobody_and_leaves_nothing(
     stager.wait()
     waiter.join(60)
     assert Path(found[0], "etc", "number").read_text().strip() == "0"
-    cache = open_cache()
-    for room in ("partial", "trash", "reserved", "queue"):
-        assert os.listdir(tmp_path / "cache" / room) == [], room
-    (tmp_path / "cache" / "orders" / ".1-1.1.abcd").write_text("half")
-    (tmp_path / "cache" / "locks" / "of-no-copy").touch()
+    (tmp_path / "cache" / "users" / "1-1.abcd").write_text("of a process that is gone")
+    (tmp_path / "cache" / "work" / "1-1.abcd").write_text("half")
     open_cache()
-    assert os.listdir(tmp_path / "cache" / "orders") == []
-    assert [name.endswith("-tree") for name in os.listdir(tmp_path / "cache" / "locks")] == [True]
+    assert os.listdir(tmp_path / "cache" / "work") == []
+    own = Identity.of(os.getpid())
+    assert {name.partition(".")[0] for name in os.listdir(tmp_path / "cache" / "users")} <= {str(own)}
 
 
 def test_leases_of_one_process_count_together(images: list[str], open_cache: Callable[..., ImageCache]) -> None:
     one, other = open_cache(budget_mb=1.5), open_cache(budget_mb=1.5)
-    first, second = one.acquire(images[0], "sif"), other.acquire(images[0], "sif")
+    first, second = one.acquire(images[0]), other.acquire(images[0])
     first.release()
     first.release()
     assert one.clear() == 0
-    ready = one.ready(images[0], "sif")
+    ready = one.ready(images[0])
     assert ready
     assert ready.path == second.path
     ready.release()
     second.release()
-    assert one.ready(images[1], "sif") is None
+    assert one.ready(images[1]) is None
     assert one.clear() > 0
 
 
@@ -318,7 +307,7 @@ def test_the_order_named_last_is_staged_in_the_background(
     images: list[str], open_cache: Callable[..., ImageCache]
 ) -> None:
     cache = open_cache(budget_mb=2.5)
-    ahead = Prefetcher(cache, lambda _: "sif")
+    ahead = Prefetcher(cache, lambda _: False)
     for order in (images[:2], images[2:4], images[4:]):
         ahead.order(order)
     deadline = time.monotonic() + 60
@@ -338,7 +327,7 @@ from megaflow_hpc.environments.images.store import ImageStore
 print("ready", flush=True)
 cache = ImageCache(Path(sys.argv[1]), "apptainer", budget_bytes=2_500_000, budget_inodes=10**6)
 store = ImageStore(Path(sys.argv[2]).parents[1])
-cache.prefetch([str(store.find("small0")), str(store.find("small1"))], sys.argv[3])
+cache.prefetch([str(store.find("small0")), str(store.find("small1"))])
 print("announced", flush=True)
 time.sleep(600)
 """
@@ -352,9 +341,7 @@ def test_a_provider_stages_ahead_what_sandboxes_will_need(images: list[str], tmp
             found = [False, False]
             while not all(found) and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
-                accesses = [
-                    provider.images.images.ready(image, provider.images.copied_form(image)) for image in images[:2]
-                ]
+                accesses = [provider.images.images.ready(image) for image in images[:2]]
                 found = [access is not None for access in accesses]
                 for access in accesses:
                     if access:
@@ -368,26 +355,15 @@ def test_a_provider_stages_ahead_what_sandboxes_will_need(images: list[str], tmp
 def test_what_another_rank_wants_next_is_not_removed_for_what_is_staged_ahead(
     images: list[str], open_cache: Callable[..., ImageCache], tmp_path: Path
 ) -> None:
-    other = start_rank(tmp_path / "cache", images[1], "sif", code=WANTS)
+    other = start_rank(tmp_path / "cache", images[1], code=WANTS)
     cache = open_cache(budget_mb=2.5)
     assert other.stdout
     assert other.stdout.readline() == "announced\n"
     assert here(cache, images) == [0, 1]
-    assert cache.prefetch(images[2:], "sif") == 0
-    cache.acquire(images[2], "sif").release()  # who waits gets the room of what is wanted last
+    assert cache.prefetch(images[2:]) == 0
+    cache.acquire(images[2]).release()  # who waits gets the room of what is wanted last
     assert here(cache, images) == [0, 2]
     other.kill()
     other.wait()
-    assert cache.prefetch(images[3:], "sif") == 2  # the wishes of the dead count for nothing
+    assert cache.prefetch(images[3:]) == 2  # the wishes of the dead count for nothing
     assert here(cache, images) == [3, 4]
-
-
-def test_room_is_told_while_another_process_writes_how_much_it_takes(tmp_path: Path) -> None:
-    """Who reserves creates the file of its mark before it fills it, and who asks for room waits for nobody."""
-    cache = ImageCache(tmp_path / "cache", "apptainer", budget_bytes=10**9, budget_inodes=10**6)
-    whole = cache.room()
-    assert cache._shelf.reserve({"a": Room(1000, 10)}, ahead=False)
-    assert cache.room() == whole - Room(1000, 10)
-    (mark,) = (tmp_path / "cache" / "reserved").iterdir()
-    mark.write_text("")
-    assert cache.room() == whole

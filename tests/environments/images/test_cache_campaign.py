@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import open_trajectories
-from megaflow_hpc.environments.images.cache.copy_log import CopyLog
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.blocks import split
@@ -38,7 +37,7 @@ class Number:
 
     def solve(self, sandbox):
         deadline = time.monotonic() + 300
-        while pathlib.Path(LOG).read_text().count("\\n") < KNOWN and time.monotonic() < deadline:
+        while len(list(pathlib.Path(COPIES).glob("*/entry.json"))) < KNOWN and time.monotonic() < deadline:
             time.sleep(0.05)
         sandbox.exec("cat /etc/number > answer")
 
@@ -59,7 +58,7 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     known = len(split([Rollout(f"n{number:02}", "oracle", 0, "oracle") for number in range(COUNT)], pods=1)[0])
     # And some blocks that it has not claimed: the rest is so little that it looks into them.
     foreseen = known + AHEAD_BLOCKS
-    settings = f"COUNT, KNOWN, LOG = {COUNT}, {foreseen}, {str(cache / 'made.jsonl')!r}\n"
+    settings = f"COUNT, KNOWN, COPIES = {COUNT}, {foreseen}, {str(cache / 'images')!r}\n"
     (tmp_path / "image_numbers.py").write_text(settings + TASKS)
     images = ", ".join(f"small{number}: {path}" for number, path in enumerate(paths))
     campaign = tmp_path / "campaign.yaml"
@@ -78,16 +77,14 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     assert [(task, reward) for _, task, _, reward in rows] == [(f"n{number:02}", 1.0) for number in range(COUNT)]
     assert len({rank for _, _, rank, _ in rows}) == WORKERS
 
-    log = CopyLog(cache).lines()
+    entries = [json.loads(path.read_bytes()) for path in (cache / "images").glob("*/entry.json")]
     remove_tree(cache.parent)
-    assert sorted(line["image"] for line in log) == sorted(paths)  # each once, whichever rank asked
+    assert sorted(entry["image"] for entry in entries) == sorted(paths)
     numbers = {path: number for number, path in enumerate(paths)}
-    ahead = {numbers[line["image"]]: line for line in log if line["ahead"]}
-    began = sorted((line["began"], number) for number, line in ahead.items() if number < known)
-    assert [number for _, number in began] == sorted(number for _, number in began)
+    ahead = {numbers[entry["image"]]: entry["made_at"] for entry in entries if entry["ahead"]}
     # The first to run could not be known of before; what came next nobody had to wait for.
     assert known > WORKERS
     assert set(ahead) >= set(range(WORKERS, known))
     assert len(set(ahead) - set(range(known))) >= AHEAD_BLOCKS
     started = {int(task[1:]): at for at, task, _, _ in rows}
-    assert all(ahead[number]["t"] <= started[number] for number in range(WORKERS, known))
+    assert all(ahead[number] <= started[number] for number in range(WORKERS, known))

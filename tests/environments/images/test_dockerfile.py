@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.builds import program, workshop
+from megaflow_hpc.environments.builds import tree, workspace
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
 from megaflow_hpc.environments.images.dockerfile.instructions import instructions
-from megaflow_hpc.environments.images.dockerfile.steps import Copy, Run
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep
 from megaflow_hpc.environments.images.dockerfile.words import (
-    Reference,
+    VariableReference,
     expand,
     literal,
     shell_word,
@@ -26,7 +26,7 @@ from megaflow_hpc.environments.images.dockerfile.words import (
 )
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers import listing
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
@@ -66,7 +66,7 @@ def test_a_here_documents_escapes_are_removed_and_its_quotes_are_not() -> None:
 
 def test_a_variable_that_only_the_image_knows_stays_one_for_the_shell() -> None:
     found = expand("/opt/bin:$PATH", {})
-    assert found == ["/opt/bin:", Reference("PATH")]
+    assert found == ["/opt/bin:", VariableReference("PATH")]
     assert shell_word(found) == '/opt/bin:"${PATH-}"'
 
 
@@ -83,8 +83,8 @@ def test_heredocs_are_taken_out_and_lines_keep_their_numbers(tmp_path: Path) -> 
     assert {line for line, each in found.items() if each.heredocs} == {2, 10}
     assert [each.original for each in found.values()][-2:] == ['RUN echo $((1<<2)) "<<D"', "COPY <<E /e"]
     steps = Dockerfile.read(tmp_path / "Dockerfile").last.steps
-    assert [step.line for step in steps if isinstance(step, Run | Copy)] == [2, 9, 10]
-    assert isinstance(steps[0], Run)
+    assert [step.line for step in steps if isinstance(step, RunStep | Copy)] == [2, 9, 10]
+    assert isinstance(steps[0], RunStep)
     assert steps[0].argv[-1] == "cat <<A <<-'B' &&   echo '<<C'\none\nA\ntwo $X\nB"
 
 
@@ -116,7 +116,7 @@ def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Pa
         CMD ["sh"]
         """,
     )
-    runs = [step for step in found.last.steps if isinstance(step, Run)]
+    runs = [step for step in found.last.steps if isinstance(step, RunStep)]
     assert [(run.workdir, run.user, run.argv[0]) for run in runs] == [
         (".", None, "/bin/sh"),
         ("/srv", None, "echo"),
@@ -134,7 +134,7 @@ def test_build_arguments_stand_in_for_defaults_and_env_beats_arg(tmp_path: Path)
     text = "ARG TAG=1\nFROM a:$TAG\nARG MODE=slow\nENV MODE=fixed\nARG WHO=me\nRUN true\n"
     text += "ARG TARGETARCH\nWORKDIR /$TARGETARCH\n"
     found = parse(tmp_path, text, TAG="2", WHO="you", MODE="fast")
-    run = next(step for step in found.last.steps if isinstance(step, Run))
+    run = next(step for step in found.last.steps if isinstance(step, RunStep))
     assert (found.base, run.exports, found.environment) == ("a:2", {"WHO": "you"}, {"MODE": "fixed"})
     assert found.workdir in ("/amd64", "/arm64")
     assert context_digest(found) != context_digest(parse(tmp_path, text))
@@ -144,7 +144,7 @@ def test_the_last_of_arg_and_env_holds_and_a_stage_on_a_stage_has_its_arguments(
     text = "FROM a AS one\nENV A=env B=env\nARG A=arg\nARG B\nENV C=$A\nFROM one\nRUN true\n"
     text += "ARG TARGETVARIANT\nWORKDIR /$A$TARGETVARIANT\n"
     found = parse(tmp_path, text, http_proxy="http://10.0.0.1:3128", unused="x")
-    run = next(step for step in found.last.steps if isinstance(step, Run))
+    run = next(step for step in found.last.steps if isinstance(step, RunStep))
     assert run.exports == {"A": "arg", "http_proxy": "http://10.0.0.1:3128"}
     assert (found.environment, found.workdir) == ({"A": "env", "B": "env", "C": "arg"}, "/arg")
 
@@ -244,13 +244,13 @@ def test_long_but_honest_text_is_read(tmp_path: Path) -> None:
         "\ufeff# syntax=x\nFROM a\nRUN x" + " \\\n  y" * 60_000 + "\nCOPY <<A /t\n" + ("z" * 60_000 + "\n") * 2 + "A\n"
     )
     run, copy = parse(tmp_path, text).last.steps
-    assert isinstance(run, Run)
+    assert isinstance(run, RunStep)
     assert run.argv[-1].count("y") == 60_000
     assert isinstance(copy, Copy)
     assert len(copy.texts["A"]) == 120_002
     (tmp_path / "Dockerfile").write_bytes(b"FROM a\nRUN caf\xe9\n")
     run = Dockerfile.read(tmp_path / "Dockerfile").last.steps[0]
-    assert isinstance(run, Run)
+    assert isinstance(run, RunStep)
     assert run.argv[-1] == "caf\udce9"
 
 
@@ -583,7 +583,7 @@ def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(bas
     assert [line.partition(":")[0].rpartition("/")[0] for line in said].count(str(tmp_path / "first")) == 2
     image = read_layered(second)
     assert (image.workdir, image.settings.splitlines()[0]) == ("/w/sub", "export A=1")
-    view = View([listing.of_blob(layer_path(second, layer.digest)) for layer in reversed(image.layers)])
+    view = LayerView([listing.of_blob(layer_path(second, layer.digest)) for layer in reversed(image.layers)])
     found = {name: view.read(f"w/{name}").decode().strip() for name in ("made", "f", "b", "sub/pwd")}
     assert found == {"made": "made", "f": "second", "b": "1-2", "sub/pwd": "/w/sub"}
     said.clear()
@@ -623,9 +623,9 @@ def test_without_an_overlay_a_chain_is_laid_out_once_for_all_its_steps(
 
     async def counted(prefix: Sequence[str], *words: str, said: object = None) -> str:
         laid.extend(words[2:] if words[0] == "lay" else ())
-        return await program.run_tree(prefix, *words, said=said)
+        return await tree.run_tree(prefix, *words, said=said)
 
-    monkeypatch.setattr(workshop, "run_tree", counted)
+    monkeypatch.setattr(workspace, "run_tree", counted)
     steps = "RUN echo 1 > /one\nRUN rm /one && echo 2 > /two\n"
     steps += "RUN mkdir /d && cat /two > /d/two && rm /two\nRUN ls /d / > /seen\n"
     text = (

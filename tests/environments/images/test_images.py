@@ -18,11 +18,11 @@ import pytest
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.apptainer_build import definition_digest
+from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.registries import Registries, split_name
 from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.room import PLACES, VARIABLE, default_stores, mount_of
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import SiteError
 from tests.support.registries import Front, Registry, tree_layer
@@ -379,7 +379,7 @@ def test_prune_removes_what_is_named_and_what_is_old(verb: Verb, small_images: S
 def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (VARIABLE, *PLACES):
+    for name in (VARIABLE, *SITE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     home, scratch, named = tmp_path / "home", tmp_path / "scratch", tmp_path / "named"
     scratch.mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.images.layered import read_layered
-from megaflow_hpc.environments.images.sharing import prune
+from megaflow_hpc.environments.images.pruning import prune
 from megaflow_hpc.environments.images.store import ImageStore, digest_of
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
@@ -252,11 +252,11 @@ def test_an_adopter_that_is_killed_leaves_no_link(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
-from megaflow_hpc.environments.images import notes
+from megaflow_hpc.environments.images import atomic_files
 from megaflow_hpc.environments.images.store import ImageStore
 store = ImageStore(None, f"{sys.argv[1]}:{sys.argv[2]}")
 store.prepare("test")
-notes.write_note = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+atomic_files.write_record = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 store.layers.adopt(sys.argv[3])
 """
     environment = {name: value for name, value in os.environ.items() if name != "MEGAFLOW_IMAGE_STORE"}

@@ -33,7 +33,7 @@ def test_steps_run_over_as_many_layers_as_an_overlay_takes_and_over_more(
     With ``LAYERS=400``, what an overlay really takes, it takes a minute.
     """
     most = int(os.environ.get("LAYERS", "20"))
-    monkeypatch.setattr(overlay, "MOST_LOWERS", most)
+    monkeypatch.setattr(overlay, "MAX_LOWERS", most)
     count = most - 3
     layers: list[Entries] = [{"d/": "", f"d/f{number}": f"{number}\n"} for number in range(count - 1)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:  # where hundreds of layers are soon written

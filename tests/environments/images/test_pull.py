@@ -216,7 +216,7 @@ def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
         pulled(images, "large:1")
     assert said == []
     monkeypatch.undo()
-    monkeypatch.setattr(pull, "EVERY_S", 0.0)
+    monkeypatch.setattr(pull, "REPORT_INTERVAL_S", 0.0)
     pulled(images, "large:1")
     assert said[0] == "docker://lab.org/large:1: 3.0 MB to fetch"
     assert said[-1] == "docker://lab.org/large:1: 3.0 of 3.0 MB, 0 s left"

@@ -116,7 +116,7 @@ def test_an_overlays_layer_is_understood(tmp_path: Path) -> None:
 
 def test_a_copy_that_does_not_fit_says_so_and_what_to_look_at(tmp_path: Path) -> None:
     image = image_of(tmp_path / "image")
-    layer = WritableLayer(str(tmp_path / "layer"), Access("tree", str(image), lambda: None, copies=True))
+    layer = WritableLayer(str(tmp_path / "layer"), Access(str(image), lambda: None, copies=True))
     layer.make()
     (image / "large").write_bytes(b"x" * 2_000_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

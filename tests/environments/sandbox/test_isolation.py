@@ -25,7 +25,6 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
 from tests.support.layers import unpacked
-from tests.support.namespaces import restricted
 from tests.support.sandboxes import clone_at_once
 from tests.support.trees import nest
 from tests.support.waiting import until_async
@@ -93,7 +92,7 @@ def test_no_path_of_the_host_stands_in_an_environment_or_the_mount_table_but_a_b
 ) -> None:
     """Of a bind the kernel itself shows where it lies on its file system, and nobody can keep it from that."""
     above = unpacked([{"app/": "", "app/one": "1"}, {"app/": "", "app/two": "2"}], tmp_path / "layers")
-    access = Access("tree", rootfs, lambda: None, layers=above) if layers else None
+    access = Access(rootfs, lambda: None, layers=above) if layers else None
 
     async def main() -> list[str]:
         async with ApptainerProvider(scratch) as provider:
@@ -111,45 +110,6 @@ def test_no_path_of_the_host_stands_in_an_environment_or_the_mount_table_but_a_b
         hosts = (str(scratch), str(tmp_path), Path(rootfs).parent.name, "layer.root", "APPTAINER", "SINGULARITY")
         assert [line for line in lines if any(word in line for word in hosts)] == []
     remove_tree(tmp_path / "layers")
-
-
-DIRECT = """
-import asyncio, sys
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.errors import SandboxError
-
-async def main():
-    async with ApptainerProvider(sys.argv[1]) as provider:
-        try:
-            sandbox = await provider.start(SandboxSpec(sys.argv[2]))
-        except SandboxError as error:
-            sys.exit(str(error))
-        async with sandbox:
-            print((await sandbox.exec(sys.argv[3])).stdout)
-            await sandbox.kill_processes()
-            print((await sandbox.exec(sys.argv[3])).stdout)
-
-asyncio.run(main())
-"""
-
-
-def test_where_each_sandbox_mounts_its_image_by_itself_only_a_binds_path_is_seen(
-    base_sif: Path, tmp_path: Path
-) -> None:
-    """Form ``direct``, of Apptainer's own mounts; where FUSE is closed to users it is refused with that reason."""
-    lent = os.environ.get("MEGAFLOW_FUSE", "")
-    before = f"mount --bind {lent} /dev/fuse" if lent else ":"
-    words = str(tmp_path / "scratch"), str(base_sif), f"{TABLES}; {ENVIRONMENTS}"
-    done = restricted(before, "-c", DIRECT, *words, MEGAFLOW_IMAGE_FORM="direct")
-    if not os.access(lent or "/dev/fuse", os.R_OK | os.W_OK):
-        assert done.returncode != 0
-        assert "/dev/fuse" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" fuse.") >= 2, "the image is mounted by FUSE, in the second container too"
-    hosts = (str(tmp_path), str(base_sif), base_sif.name, "APPTAINER", "SINGULARITY")
-    lines = [line for line in done.stdout.splitlines() if " /.megaflow " not in line]
-    assert [line for line in lines if any(word in line for word in hosts)] == []
 
 
 def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:

@@ -18,7 +18,7 @@ from megaflow_hpc.environments.sandbox.limits.watchdog import (
     NODE_POLL_INTERVAL_S,
     Breach,
     Node,
-    Watch,
+    SandboxWatch,
     Watchdog,
 )
 from megaflow_hpc.errors import LimitError
@@ -43,9 +43,9 @@ PRINTER = "yes an endless line"
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> Look:
     """Waits until the watchdog has looked at a sandbox so many times more."""
-    check, looks = Watch.check, 0
+    check, looks = SandboxWatch.check, 0
 
-    def counted(watch: Watch, now: float, node: Node) -> None:
+    def counted(watch: SandboxWatch, now: float, node: Node) -> None:
         nonlocal looks
         check(watch, now, node)
         looks += 1
@@ -54,7 +54,7 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Look:
         goal = looks + number
         await until_async(lambda: looks >= goal, "the watchdog looks")
 
-    monkeypatch.setattr(Watch, "check", counted)
+    monkeypatch.setattr(SandboxWatch, "check", counted)
     return more
 
 
@@ -260,7 +260,7 @@ def test_processors_are_shared_out_evenly(tmp_path: Path) -> None:
     watchdog = Watchdog(str(tmp_path))
     watchdog.close()  # nobody looks: these watches have no sandbox
     ours = len(os.sched_getaffinity(0))
-    watches = [Watch(SandboxSpec("x", cpus=1), str(tmp_path), lambda *_: None) for _ in range(2 * ours)]
+    watches = [SandboxWatch(SandboxSpec("x", cpus=1), str(tmp_path), lambda *_: None) for _ in range(2 * ours)]
     for watch in watches:
         watchdog.watch(watch)
     used = [cpu for watch in watches for cpu in watch.cpus]
@@ -270,7 +270,7 @@ def test_processors_are_shared_out_evenly(tmp_path: Path) -> None:
 
 
 def test_short_commands_bring_no_more_looks_than_a_long_one(tmp_path: Path) -> None:
-    watch = Watch(SandboxSpec("x"), str(tmp_path), lambda *_: None)
+    watch = SandboxWatch(SandboxSpec("x"), str(tmp_path), lambda *_: None)
     watch.init = Identity.of(os.getpid())
     node = Node(1 << 40, free_disk(str(tmp_path)), 0)
     looks, now, ticks = 0, 1000.0, 200
@@ -295,7 +295,7 @@ def test_short_commands_bring_no_more_looks_than_a_long_one(tmp_path: Path) -> N
 
 def test_a_look_ahead_of_its_turn_does_not_put_off_the_next(tmp_path: Path) -> None:
     """As where a neighbour takes the node's memory while a command begins."""
-    watch = Watch(SandboxSpec("x", memory_mb=1_000_000), str(tmp_path), lambda *_: None)
+    watch = SandboxWatch(SandboxSpec("x", memory_mb=1_000_000), str(tmp_path), lambda *_: None)
     watch.init = Identity.of(os.getpid())
     node, now = Node(1 << 42, free_disk(str(tmp_path)), 0), 1000.0
     watch.poke()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,21 +15,13 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.images.cache.shelf import Room
 from megaflow_hpc.environments.sandbox import probe
-from megaflow_hpc.environments.sandbox.rootfs.access import choose
-from megaflow_hpc.environments.sandbox.rootfs.mounts import mount, sweep_mounts
 from megaflow_hpc.environments.sandbox.scratch import file_system, kind_of, scratch_base
-from megaflow_hpc.errors import SandboxError, SiteError
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.process import Identity, descendants
 from megaflow_hpc.types import ExecResult
 from tests.support.namespaces import fuse_overlay, restricted
-
-GB = 10**9
-IMAGE = Room(GB // 2, 15_000)
-PLENTY = Room(100 * GB, 10_000_000)
 
 MOUNTS = """\
 21 1 259:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -42,40 +33,6 @@ MOUNTS = """\
 35 21 0:45 / /remote rw - fuse.sshfs other: rw
 36 35 0:46 / /remote rw - ext4 /dev/sdb rw
 """
-
-
-# --- which form an image is used in ---------------------------------------------------------------------------------
-
-
-def test_an_image_that_is_used_often_is_unpacked_and_one_that_is_used_once_is_mounted() -> None:
-    often, _ = choose(IMAGE, PLENTY, 1000, can_mount=True, can_direct=True)
-    once, why = choose(IMAGE, PLENTY, 1, can_mount=True, can_direct=True)
-    assert (often, once) == ("tree", "mount")
-    assert "unpacking would take" in why
-
-
-def test_the_form_changes_exactly_once_as_more_starts_are_expected() -> None:
-    forms = [choose(IMAGE, PLENTY, n, can_mount=True, can_direct=True)[0] for n in range(200)]
-    assert forms == sorted(forms)  # "mount" before "tree"
-    assert set(forms) == {"mount", "tree"}
-
-
-@pytest.mark.parametrize("room", [Room(GB // 4, 10_000_000), Room(100 * GB, 10_000)], ids=["bytes", "inodes"])
-def test_an_image_that_does_not_fit_is_not_unpacked_however_often_it_is_used(room: Room) -> None:
-    assert choose(IMAGE, room, 10**6, can_mount=True, can_direct=True)[0] == "mount"
-    assert choose(IMAGE, room, 10**6, can_mount=False, can_direct=True)[0] == "direct"
-
-
-def test_without_a_way_to_mount_images_are_unpacked() -> None:
-    assert choose(IMAGE, Room(1, 1), 1, can_mount=False, can_direct=False)[0] == "tree"
-
-
-def test_scratch_in_memory_gives_images_a_quarter_of_its_room() -> None:
-    room = Room(GB, 10_000_000)
-    assert choose(IMAGE, room, 10**6, can_mount=True, can_direct=True)[0] == "tree"
-    form, why = choose(IMAGE, room, 10**6, scratch="memory", can_mount=True, can_direct=True)
-    assert form == "mount"
-    assert "memory" in why
 
 
 # --- scratch --------------------------------------------------------------------------------------------------------
@@ -238,72 +195,6 @@ def test_an_apptainer_without_its_setuid_starter_is_not_setuid(tmp_path: Path) -
     program.chmod(0o755)
     assert not probe.is_setuid(str(program))
     assert not probe.is_setuid(find_apptainer())
-
-
-# --- one mount for all sandboxes of a job ---------------------------------------------------------------------------
-
-
-def test_sandboxes_share_one_mount_that_ends_when_nobody_uses_it(
-    base_sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where FUSE is closed to users, a demand for it is refused with that reason."""
-    monkeypatch.setenv("MEGAFLOW_IMAGE_FORM", "mount")
-    why_not = probe.why_no_mount("")
-
-    async def main() -> tuple[list[str], int, int]:
-        async with ApptainerProvider(tmp_path / "scratch") as provider:
-            sandboxes = [await provider.start(SandboxSpec(str(base_sif), user=user)) for user in (None, None, "agent")]
-            script = "echo mine > /etc/mine && cat /etc/mine && ls /etc/passwd"
-            said = [(await sandbox.exec(script)).stdout for sandbox in sandboxes]
-            await sandboxes[0].kill_processes()
-            said.append((await sandboxes[0].exec("cat /etc/mine")).stdout)
-            held = sweep_mounts(provider.scratch)
-            return said, len(list((tmp_path / "scratch" / "mounts").iterdir())), held
-
-    if why_not:
-        with pytest.raises(SandboxError, match=r"cannot be mounted.*(fuse|not on PATH)"):
-            asyncio.run(main())
-        return
-    said, mounts, held = asyncio.run(main())
-    assert said == ["mine\n/etc/passwd\n"] * 3 + ["mine\n"]
-    assert (mounts, held) == (1, 0)
-    assert list((tmp_path / "scratch" / "mounts").iterdir()) == []
-
-
-def test_a_sandbox_whose_mount_is_lost_is_lost_to_the_infrastructure(
-    base_sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where FUSE is closed to users there is no mount to lose; what is left to show is that none is made."""
-    monkeypatch.setenv("MEGAFLOW_IMAGE_FORM", "mount")
-
-    async def main() -> str:
-        async with ApptainerProvider(tmp_path / "scratch") as provider:
-            lost = await provider.start(SandboxSpec(str(base_sif)))
-            home = next((tmp_path / "scratch" / "mounts").iterdir())
-            holder = Identity.parse((home / "holder").read_text().strip())
-            assert holder is not None
-            assert holder.kill()
-            with pytest.raises(SandboxError, match="the mount of the image has ended"):
-                await lost.exec(["/usr/bin/gzip", "--version"], timeout_s=3)
-            fresh = await provider.start(SandboxSpec(str(base_sif)))
-            return (await fresh.exec("echo again")).stdout
-
-    if probe.why_no_mount(""):
-        with pytest.raises(SandboxError, match="cannot be mounted"):
-            asyncio.run(main())
-        assert not list((tmp_path / "scratch").glob("mounts/*/holder"))
-        return
-    assert asyncio.run(main()) == "again\n"
-
-
-def test_a_mount_that_cannot_be_made_leaves_no_process(tmp_path: Path) -> None:
-    (tmp_path / "no.sif").write_bytes(b"nothing" * 1000)
-    before = set(descendants(os.getpid()))  # a mount that another test used ends a minute later
-    with pytest.raises(SandboxError, match=r"no\.sif: cannot be mounted"):
-        mount(str(tmp_path / "no.sif"), 4096, "key", tmp_path)
-    left = set(descendants(os.getpid())) - before
-    assert [pid for pid in left if "squashfuse" in Path(f"/proc/{pid}/comm").read_text()] == []
-    assert sweep_mounts(tmp_path) == 1
 
 
 def test_scratch_that_cannot_be_written_is_named(tmp_path: Path) -> None:

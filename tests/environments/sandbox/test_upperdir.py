@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.layers.view import Tree, View
-from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, Rules, keep_only, mend, restore, sift
+from megaflow_hpc.environments.images.layers.view import LayerView, Tree
+from megaflow_hpc.environments.sandbox.rootfs.upperdir import PROGRAM_DIRS, KeepRules, keep_only, mend, restore, sift
 from megaflow_hpc.host.files import remove_tree
 from tests.support.layers import Entries, unpacked
 from tests.support.trees import nest
@@ -35,8 +35,8 @@ def fill(upper: Path, *names: str) -> None:
         (upper / name).write_text("theirs")
 
 
-def image(tmp_path: Path) -> View:
-    return View([Tree(layer) for layer in unpacked(CHAIN, tmp_path / "layers")])
+def image(tmp_path: Path) -> LayerView:
+    return LayerView([Tree(layer) for layer in unpacked(CHAIN, tmp_path / "layers")])
 
 
 def files(upper: Path) -> list[str]:
@@ -70,7 +70,7 @@ def test_additions_outside_the_system_and_programs_of_new_names_are_kept(tmp_pat
     (upper / "usr/bin/link").unlink()
     (upper / "usr/bin/link").symlink_to("/data/x")
     seen = image(tmp_path)
-    kept = sift(upper, seen, Rules(["app/keep", "usr/src/app"])).kept
+    kept = sift(upper, seen, KeepRules(["app/keep", "usr/src/app"])).kept
     keep_only(upper, tmp_path / "aside", kept, seen)
     assert files(upper) == sorted([*NEW, "app/keep/x", "usr/src/app/y"])
 
@@ -78,7 +78,7 @@ def test_additions_outside_the_system_and_programs_of_new_names_are_kept(tmp_pat
 def test_only_the_named_paths_are_kept_where_additions_are_not(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     fill(upper, *SYSTEM, *NEW, *CHANGED)
-    sifted = sift(upper, image(tmp_path), Rules(["usr/src/app"], additions=False))
+    sifted = sift(upper, image(tmp_path), KeepRules(["usr/src/app"], additions=False))
     assert sifted.kept == ["usr/src/app"]
     assert {"usr/bin/sh", "data", "srv/d", "app", "root/answer"} <= set(sifted.dropped)
 
@@ -87,14 +87,14 @@ def test_without_a_work_directory_all_but_the_system_is_kept(tmp_path: Path) -> 
     upper = tmp_path / "upper"
     fill(upper, *SYSTEM, *NEW, *CHANGED)
     seen = image(tmp_path)
-    keep_only(upper, tmp_path / "aside", sift(upper, seen, Rules(everywhere=True)).kept, seen)
+    keep_only(upper, tmp_path / "aside", sift(upper, seen, KeepRules(everywhere=True)).kept, seen)
     assert files(upper) == sorted({*NEW, *CHANGED} - {"usr/src/app/y"})
 
 
 def test_directories_on_the_images_own_path_are_the_images(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     fill(upper, "data/env/bin/grep", "data/env/bin/mine", "data/env/lib/site.py", "data/other", "more/lib.py")
-    rules = Rules(programs=(*PROGRAM_DIRS, "data/env/bin"), loaded=["more"])
+    rules = KeepRules(programs=(*PROGRAM_DIRS, "data/env/bin"), loaded=["more"])
     seen = image(tmp_path)
     keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
     assert files(upper) == ["data/env/bin/mine", "data/other"]
@@ -107,22 +107,16 @@ def test_no_link_that_the_agent_made_leads_to_what_is_kept(tmp_path: Path) -> No
     for name in ("app", "usr", "data"):
         (upper / name).symlink_to(outside)
     seen = image(tmp_path)
-    rules = Rules(["app", "data/app"])
+    rules = KeepRules(["app", "data/app"])
     keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
     assert os.listdir(upper) == []
-
-
-def test_nothing_but_the_named_paths_is_kept_where_the_image_cannot_be_seen(tmp_path: Path) -> None:
-    upper = tmp_path / "upper"
-    fill(upper, *SYSTEM, *NEW, "app/x")
-    assert sift(upper, None, Rules(["app"])).kept == ["app"]
 
 
 def test_directories_on_the_way_have_the_images_mode(tmp_path: Path) -> None:
     upper, seen = tmp_path / "upper", image(tmp_path)
     fill(upper, "usr/src/app/y")
     (upper / "usr").chmod(0)
-    rules = Rules(["usr/src/app"])
+    rules = KeepRules(["usr/src/app"])
     keep_only(upper, tmp_path / "aside", sift(upper, seen, rules).kept, seen)
     assert (upper / "usr").stat().st_mode & 0o777 == 0o755
 

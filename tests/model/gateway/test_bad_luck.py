@@ -15,7 +15,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.engine_client import Broken, EngineClient
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
@@ -130,7 +130,7 @@ async def test_a_call_that_meets_a_bad_server_is_answered_by_a_good_one(kind: st
     bad = await asyncio.start_server(BAD[kind], "127.0.0.1", 0)
     port = bad.sockets[0].getsockname()[1]
     patience_s = 0.5 if kind == "hangs" else 20.0  # the others are judged by what they say, however late
-    async with served(ScriptedEngine(Script(default=(Answer("good"),)), "m")) as good:
+    async with served(ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")) as good:
         async with ModelGateway(wait_s=20, request_timeout_s=patience_s) as gateway:
             gateway.update_endpoints([record(port, weight=1e6), record(good, "p.1", weight=1e-2)])
             model = await gateway.open("t/p/0", "p")
@@ -198,7 +198,7 @@ async def test_an_agent_that_leaves_ends_the_engines_work() -> None:
 
 @in_loop
 async def test_an_answer_for_a_rollout_that_ended_is_nobodys() -> None:
-    slow = Script(default=(Answer("late", delay_s=0.5),))
+    slow = Script(default=(ScriptedAnswer("late", delay_s=0.5),))
     async with served(ScriptedEngine(slow, "m")) as port, ModelGateway() as gateway:
         gateway.update_endpoints([record(port)])
         model = await gateway.open("t/p/0", "p")
@@ -214,7 +214,10 @@ async def test_an_answer_for_a_rollout_that_ended_is_nobodys() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_half_a_surrogate_pair_and_nan_pass_through_and_are_recorded(streamed: bool) -> None:
-    async with served(ScriptedEngine(Script(default=(Answer("good"),)), "m")) as port, ModelGateway() as gateway:
+    async with (
+        served(ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")) as port,
+        ModelGateway() as gateway,
+    ):
         gateway.update_endpoints([record(port, "p.1")])
         model = await gateway.open("t/p/0", "p")
         status, text = await call(model, "cut \ud83d", metadata={"x": float("nan")}, stream=streamed)
@@ -226,7 +229,10 @@ async def test_half_a_surrogate_pair_and_nan_pass_through_and_are_recorded(strea
 
 @in_loop
 async def test_an_engine_without_the_split_is_asked_plainly_and_that_is_counted() -> None:
-    async with served(ScriptedEngine(Script(default=(Answer("good"),)), "m")) as port, ModelGateway() as gateway:
+    async with (
+        served(ScriptedEngine(Script(default=(ScriptedAnswer("good"),)), "m")) as port,
+        ModelGateway() as gateway,
+    ):
         gateway.update_endpoints([record(port, "p.1", protocol="split")])
         model = await gateway.open("t/p/0", "p")
         assert [(await call(model))[0] for _ in range(2)] == [200, 200]
@@ -253,7 +259,7 @@ async def test_an_engine_that_knows_no_token_ids_is_taken_for_its_text_and_that_
 
 @in_loop
 async def test_an_engine_with_the_split_is_asked_in_three_requests() -> None:
-    async with served(SplitEngine(Script(default=(Answer("good"),)), "m", drift=0.5)) as port:
+    async with served(SplitEngine(Script(default=(ScriptedAnswer("good"),)), "m", drift=0.5)) as port:
         async with ModelGateway() as gateway:
             gateway.update_endpoints([record(port, "p.1", protocol="split")])
             model = await gateway.open("t/p/0", "p")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.gateway import conversations as gateway_conversations
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectories.reading.conversations import Conversation, conversations
 from megaflow_hpc.trajectory import path_to
 
@@ -56,7 +56,7 @@ class Rollout:
         asked = self.recorder.restore(copy.deepcopy(messages), policy)
         self.sent.append(list(asked))
         for answer in answers:
-            self.recorder.add_text(Sample((), (), (), message=answer, policy=policy), asked)
+            self.recorder.add_text(SampledTokens((), (), (), message=answer, policy=policy), asked)
         return bare(answers[0])
 
     @property
@@ -105,7 +105,7 @@ def test_of_alternatives_that_say_the_same_words_nothing_is_restored(rollout: Ro
     rollout.recorder.restore([])
     one = rollout.recorder.restore([user("A")])
     for thought in ("one", "two"):
-        rollout.recorder.add_text(Sample((), (), (), message=said("I look.", thought)), one)
+        rollout.recorder.add_text(SampledTokens((), (), (), message=said("I look.", thought)), one)
     rollout.sent += [[user("A")]] * 2
     rollout.call(asked, said("done"))
     assert rollout.sent[-1] == asked
@@ -279,7 +279,7 @@ def test_a_window_that_sends_the_results_is_no_sub_agent(rollout: Rollout) -> No
 def test_alternatives_that_were_not_taken_wait_for_nothing(rollout: Rollout) -> None:
     asked = rollout.recorder.restore([user("main")])
     for call in "ab":
-        rollout.recorder.add_text(Sample((), (), (), message=said("", **{call: {"command": call}})), asked)
+        rollout.recorder.add_text(SampledTokens((), (), (), message=said("", **{call: {"command": call}})), asked)
     rollout.call([user("main"), said("", a={"command": "a"}), result("a")], said("done"))
     rollout.call([user("anew")], said("done"))
     assert started(rollout)[-1] == (None, None)
@@ -308,7 +308,7 @@ def test_whatever_agents_do_each_call_has_its_own_messages_and_no_other_thought(
         answers = [said(f"word {word}", f"{number}-{n}") for n in range(2 if kind == "both" else 1)]
         asked = rollout.recorder.restore(copy.deepcopy(history))
         for answer in answers:
-            rollout.recorder.add_text(Sample((), (), (), message=answer), asked)
+            rollout.recorder.add_text(SampledTokens((), (), (), message=answer), asked)
             rollout.sent.append(list(asked))
         if kind != "again":
             history += [bare(answers[0]), user(str(word))]

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, body_of, error
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget
 from tests.support.serving import call, conversation, in_loop
@@ -22,7 +22,7 @@ BODY: dict[str, Any] = {"messages": conversation("hello")}
 
 def engine(tokens: int, delay_s: float = 0.05, kind: type[ScriptedEngine] = ScriptedEngine, **options: Any) -> Any:
     """An engine whose answers have so many tokens, unless the request asks for fewer."""
-    return kind(Script(default=(Answer("x" * (tokens - 1), delay_s=delay_s),)), "m", **options)
+    return kind(Script(default=(ScriptedAnswer("x" * (tokens - 1), delay_s=delay_s),)), "m", **options)
 
 
 class Several(ScriptedEngine):
@@ -141,7 +141,7 @@ async def test_prompts_times_answers_count() -> None:
 
 @in_loop
 async def test_a_call_that_fails_gives_back_what_it_reserved() -> None:
-    async with served(ScriptedEngine(Script(default=(Answer("no", status=400),)), "m")) as gateway:
+    async with served(ScriptedEngine(Script(default=(ScriptedAnswer("no", status=400),)), "m")) as gateway:
         statuses, sampled, _ = await spent(gateway, CallBudget(calls=1, tokens=10), 3, {})
         assert (set(statuses), sampled) <= ({400, 429}, 0)
         model = await gateway.open("t/default/1", "default", budget=CallBudget(calls=1, tokens=10))

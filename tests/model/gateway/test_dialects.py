@@ -14,7 +14,7 @@ from megaflow_hpc.model.engines.scripted.tokens import END, answer_text, render
 from megaflow_hpc.model.gateway import dialects
 from megaflow_hpc.model.gateway.dialects import BadRequest, chat, messages, responses
 from megaflow_hpc.model.gateway.dialects.options import engine_request
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 
 DEVELOPER, USER = {"role": "developer", "content": "D"}, {"role": "user", "content": "a"}
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
@@ -134,7 +134,7 @@ def test_an_agent_that_only_appends_has_one_sequence_of_what_was_sampled(
         conversation = recorder.restore(asked["messages"])
         prompt = render(conversation)
         sampled.append([*answer_text(message).encode(), END])
-        recorder.add(Sample(prompt, sampled[-1], [-1.0] * len(sampled[-1]), message=message), conversation)
+        recorder.add(SampledTokens(prompt, sampled[-1], [-1.0] * len(sampled[-1]), message=message), conversation)
         agent.take(agent.dialect.answer(reply_of(message), agent.body()), results)
     (sequence,) = recorder.recording.sequences
     assert [list(sequence.tokens[t.token_start : t.token_end]) for t in recorder.recording.turns] == sampled
@@ -185,7 +185,7 @@ def test_an_answer_that_the_agent_changed_stays_changed() -> None:
     recorder = Recorder("p")
     said = {"role": "assistant", "content": "A long story.", "reasoning": "why"}
     asked = {"role": "user", "content": "?"}
-    recorder.add(Sample([1], [2], [-1.0], message=said), [asked])
+    recorder.add(SampledTokens([1], [2], [-1.0], message=said), [asked])
     for back in ({"content": "[cut]"}, {"content": "A long story.", "reasoning": "other"}):
         assert recorder.restore([asked, {"role": "assistant", **back}]) == [asked, {"role": "assistant", **back}]
     back = {"content": [{"type": "text", "text": "A long story. "}]}
@@ -200,7 +200,7 @@ def test_defaults_that_a_client_adds_to_a_call_change_nothing_and_other_values_d
     recorder = Recorder("p")
     answer = said({"path": "a"}, reasoning="why")
     asked = {"role": "user", "content": "?"}
-    recorder.add(Sample([1], [2], [-1.0], message=answer), [asked])
+    recorder.add(SampledTokens([1], [2], [-1.0], message=answer), [asked])
     assert recorder.restore([asked, said({"all": False, "path": "a"})]) == [asked, answer]
     assert recorder.restore([asked, said({"all": False, "path": "b"})])[1] == said({"all": False, "path": "b"})
 
@@ -256,7 +256,7 @@ def test_tools_and_their_choice_are_converted() -> None:
     outputs = [{"type": "custom_tool_call_output", "call_id": "patch", "output": "done"}]
     asked = responses.request({**request, "input": [{"role": "user", "content": "a"}, patch, read, *outputs]})
     recorder = Recorder("p")
-    recorder.add(Sample([1], [2], [-1.0], message=message), [{"role": "user", "content": "a"}])
+    recorder.add(SampledTokens([1], [2], [-1.0], message=message), [{"role": "user", "content": "a"}])
     assert recorder.restore(asked["messages"])[1] == message
 
 
@@ -270,7 +270,7 @@ def test_what_a_model_wrote_that_is_no_json_reaches_the_tool_and_comes_back() ->
     answer = messages.answer(reply_of(message), {})
     assert answer["content"][0]["input"] == {"input": '{"command": "ls'}
     recorder = Recorder("p")
-    recorder.add(Sample([1], [2], [-1.0], message=message), [{"role": "user", "content": "a"}])
+    recorder.add(SampledTokens([1], [2], [-1.0], message=message), [{"role": "user", "content": "a"}])
     body = {"messages": [{"role": "user", "content": "a"}, answer], "max_tokens": 1}
     assert recorder.restore(messages.request(body)["messages"])[1] == message
 

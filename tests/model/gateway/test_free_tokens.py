@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.dialects import TABLES
 from megaflow_hpc.model.gateway.dialects.options import CAUSES, CHAT
 from megaflow_hpc.model.gateway.server import ModelGateway
@@ -101,10 +101,12 @@ class Engine(SplitEngine):
     """Keeps the requests that it was sent."""
 
     def __init__(self) -> None:
-        super().__init__(Script(default=(Answer("an answer"),)), "m")
+        super().__init__(Script(default=(ScriptedAnswer("an answer"),)), "m")
         self.bodies: list[Mapping[str, Any]] = []
 
-    async def _reply(self, body: Mapping[str, Any], answer: Answer, prompt: list[int], *, chat: bool) -> web.Response:
+    async def _reply(
+        self, body: Mapping[str, Any], answer: ScriptedAnswer, prompt: list[int], *, chat: bool
+    ) -> web.Response:
         self.bodies.append(body)
         return await super()._reply(body, answer, prompt, chat=chat)
 

@@ -8,7 +8,7 @@ import aiohttp
 from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.types import ModelEndpoint
@@ -27,7 +27,7 @@ async def ask(session: aiohttp.ClientSession, model: ModelEndpoint, name: str, m
 async def test_a_debate_of_two_policies_is_two_sequences_each_of_its_own_policy_and_engine() -> None:
     runners, records, engines = [], [], {}
     for policy in ("solver", "critic"):
-        engines[policy] = SplitEngine(Script(default=(Answer(f"I, the {policy}."),)), "m", drift=0.5)
+        engines[policy] = SplitEngine(Script(default=(ScriptedAnswer(f"I, the {policy}."),)), "m", drift=0.5)
         runner = web.AppRunner(engines[policy].application(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

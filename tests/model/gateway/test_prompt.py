@@ -15,7 +15,7 @@ from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted import engine as scripted
 from megaflow_hpc.model.engines.scripted import tokens as scripted_tokens
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script, ToolCall
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ToolCall
 from megaflow_hpc.model.engines.scripted.tokens import END, START, text_of_tokens
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server import template_probe
@@ -67,13 +67,13 @@ def without_thought(message: Message) -> Message:
 class Engine(SplitEngine):
     """An engine with a chat template, which thinks before each answer and calls a tool where the script says so."""
 
-    def __init__(self, template: Template, answers: Sequence[Answer], **options: Any) -> None:
+    def __init__(self, template: Template, answers: Sequence[ScriptedAnswer], **options: Any) -> None:
         super().__init__(Script(), "m", **options)
         self.template, self.given, self.asked_texts = template, list(answers), 0
         self.rendered: list[list[int]] = []
         self.script = self  # type: ignore[assignment]
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> Answer:
+    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> ScriptedAnswer:
         return self.given[len(self.log)]
 
     async def _render(self, request: web.Request) -> web.Response:
@@ -87,8 +87,8 @@ class Engine(SplitEngine):
         return await super()._texts(request)
 
 
-def thinks(number: int, *calls: ToolCall, text: str = "") -> Answer:
-    return Answer(text or f"answer {number}", calls=calls, reasoning=f"thought {number}")
+def thinks(number: int, *calls: ToolCall, text: str = "") -> ScriptedAnswer:
+    return ScriptedAnswer(text or f"answer {number}", calls=calls, reasoning=f"thought {number}")
 
 
 CALL = ToolCall("look", {"at": "it"})
@@ -144,7 +144,9 @@ def check_sent(engine: Engine, recording: Recording, prompts: Sequence[list[int]
 
 @pytest.mark.parametrize("answers", [CHAT, TOOLS], ids=["chat", "tools"])
 @in_loop
-async def test_a_template_that_only_appends_gives_one_sequence_of_the_sampled_ids(answers: list[Answer]) -> None:
+async def test_a_template_that_only_appends_gives_one_sequence_of_the_sampled_ids(
+    answers: list[ScriptedAnswer],
+) -> None:
     engine = Engine(appends, answers, drift=0.4)
     async with serving(engine.application()) as gateway:
         recording = await converse(gateway, len(answers))
@@ -180,14 +182,16 @@ async def test_thoughts_stay_between_tool_calls_and_go_at_the_next_user_message_
     ("template", "answers"),
     [
         (never_thinks, TOOLS),
-        (joins_lines, [Answer(f"def f():\n    return {n}") for n in range(3)]),
+        (joins_lines, [ScriptedAnswer(f"def f():\n    return {n}") for n in range(3)]),
         (shortens_results, TOOLS[:2] + TOOLS[3:]),
-        (as_qwen3, [Answer("", reasoning=f"only a thought {n}") for n in range(3)]),
+        (as_qwen3, [ScriptedAnswer("", reasoning=f"only a thought {n}") for n in range(3)]),
     ],
     ids=["never thinks", "white space within a text", "shortens results", "an answer that is a thought alone"],
 )
 @in_loop
-async def test_what_a_template_edits_is_sent_as_it_renders_it(template: Template, answers: list[Answer]) -> None:
+async def test_what_a_template_edits_is_sent_as_it_renders_it(
+    template: Template, answers: list[ScriptedAnswer]
+) -> None:
     engine = Engine(template, answers, drift=0.4)
     async with serving(engine.application()) as gateway:
         recording = await converse(gateway, len(answers))
@@ -198,13 +202,15 @@ async def test_what_a_template_edits_is_sent_as_it_renders_it(template: Template
 @pytest.mark.parametrize(
     ("template", "answers"),
     [
-        (trims, [Answer(f"  answer {n}\n ", reasoning=f"\nthought {n}\n") for n in range(3)]),
-        (trims, [Answer(f"answer {n}\n", calls=(CALL,)) for n in range(3)]),
+        (trims, [ScriptedAnswer(f"  answer {n}\n ", reasoning=f"\nthought {n}\n") for n in range(3)]),
+        (trims, [ScriptedAnswer(f"answer {n}\n", calls=(CALL,)) for n in range(3)]),
         (adds_a_line, TOOLS[:3]),
     ],
 )
 @in_loop
-async def test_white_space_around_thought_and_text_ends_no_sequence(template: Template, answers: list[Answer]) -> None:
+async def test_white_space_around_thought_and_text_ends_no_sequence(
+    template: Template, answers: list[ScriptedAnswer]
+) -> None:
     engine = Engine(template, answers, drift=0.4)
     async with serving(engine.application()) as gateway:
         recording = await converse(gateway, 3)
@@ -237,7 +243,7 @@ async def test_an_answer_that_a_limit_cut_off_in_a_thought_is_sent_as_rendered(t
 @pytest.mark.parametrize("template", [as_qwen3, never_thinks, joins_lines])
 @in_loop
 async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
-    template: Template, answers: list[Answer]
+    template: Template, answers: list[ScriptedAnswer]
 ) -> None:
     engine = Engine(template, answers, drift=0.4)
     async with serving(engine.application(), keep_thoughts=["p"]) as gateway:

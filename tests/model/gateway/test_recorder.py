@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megaflow_hpc.host.wire import pack, unpack
 from megaflow_hpc.model.engines.scripted.tokens import END, logprob, render
 from megaflow_hpc.model.gateway import recorder as gateway_recorder
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectory import TokenSequence
 
 IDS = st.lists(st.integers(0, 300), max_size=12)
@@ -20,8 +20,8 @@ STEP = st.tuples(
 )
 
 
-def sample(prompt: list[int], tokens: list[int], version: int = 0) -> Sample:
-    return Sample(prompt, tokens, [logprob(t, n) for n, t in enumerate(tokens)], weight_version=version)
+def sample(prompt: list[int], tokens: list[int], version: int = 0) -> SampledTokens:
+    return SampledTokens(prompt, tokens, [logprob(t, n) for n, t in enumerate(tokens)], weight_version=version)
 
 
 def check_columns(sequence: TokenSequence) -> None:
@@ -88,7 +88,7 @@ def test_two_conversations_of_one_rollout_grow_side_by_side() -> None:
 
 def test_a_token_without_log_probability_is_refused() -> None:
     with pytest.raises(ValueError, match="2 sampled tokens, 1 log-prob"):
-        Recorder("p").add(Sample([1], [2, 3], [-0.1]))
+        Recorder("p").add(SampledTokens([1], [2, 3], [-0.1]))
 
 
 def test_every_call_is_kept_with_its_answer_and_without_its_tokens() -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording, Trajectory
@@ -164,7 +164,9 @@ async def test_a_rollout_is_replayed_whatever_its_length() -> None:
         answer = {"role": "assistant", "content": text}
         scores = [chance.uniform(-9, 0) for _ in ids]
         spans = [(number, 10_000), (number + 1, len(ids))]
-        recorder.add(Sample(prompt, ids, scores, text, "stop", number, spans, "p.0", answer, f"r{number}"), messages)
+        recorder.add(
+            SampledTokens(prompt, ids, scores, text, "stop", number, spans, "p.0", answer, f"r{number}"), messages
+        )
         messages = [*messages, answer, {"role": "user", "content": "on"}]
     kept = Kept()
     kept.keep("t0/p/0", recorder.finish())

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted import engine as scripted
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import Rollout
 from tests.support.serving import call, conversation, in_loop
@@ -24,7 +24,9 @@ class Engine(scripted.ScriptedEngine):
         super().__init__(Script(), "m")
         self.seeds: list[Any] = []
 
-    async def _reply(self, body: Mapping[str, Any], answer: Answer, prompt: list[int], *, chat: bool) -> web.Response:
+    async def _reply(
+        self, body: Mapping[str, Any], answer: ScriptedAnswer, prompt: list[int], *, chat: bool
+    ) -> web.Response:
         self.seeds.append(body.get("seed"))
         return await super()._reply(body, answer, prompt, chat=chat)
 

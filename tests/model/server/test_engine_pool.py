@@ -75,15 +75,15 @@ def test_a_member_asks_with_its_own_key_and_who_left_is_refused(servers: Servers
     member = campaign(tmp_path / "member", pool)
     endpoints = Endpoints(member, {"mine": 1})
     assert endpoints.refresh()
-    (record,) = endpoints.all
+    (record,) = endpoints.engines.all
     assert record["policy"] == "mine"
     assert record["key"] != servers.record(0)["key"]
-    assert not endpoints.unanswered
+    assert not endpoints.engines.unanswered
     assert not any("key" in json.loads(file.read_text()) for file in EnginePool(pool.path).servers.iterdir())
 
     async def scenario() -> str:
         async with ModelGateway(wait_s=60) as gateway:
-            gateway.update_endpoints(endpoints.all)
+            gateway.update_endpoints(endpoints.engines.all)
             model = await gateway.open("t/mine/0", "mine")
             headers = {"Authorization": f"Bearer {model.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as session:
@@ -109,12 +109,12 @@ def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
     write_run(member, RunRecord(campaign={"name": "member"}, total=1, pools={"mine": 1}))
     endpoints = Endpoints(member, {"mine": 1})
     endpoints.refresh()
-    assert not endpoints.unanswered
+    assert not endpoints.engines.unanswered
     assert pool_warnings(member) == []
     assert Run(pool).status()["state"] == "serving"
     Run(pool).cancel()
     assert endpoints.refresh()
-    (gone,) = endpoints.all
+    (gone,) = endpoints.engines.all
     assert gone["all_failed"]
     assert gone["lasting"]
     assert f"{pool} was cancelled; its owner goes on with it by: megaflow-hpc resume {pool}" in gone["cause"]
@@ -124,7 +124,7 @@ def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
     EnginePool(pool.path).reopen()
     EnginePool(pool.path).withdraw("default.0")
     assert endpoints.refresh()
-    assert endpoints.unanswered == {"mine"}
+    assert endpoints.engines.unanswered == {"mine"}
     assert f"no server of the engine pool {pool} answers now" in pool_warnings(member)[0]
 
 
@@ -135,7 +135,7 @@ def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(
     for name in ("one", "two"):
         endpoints = Endpoints(campaign(tmp_path / name, pool), {"mine": 1})
         endpoints.refresh()
-        records += endpoints.all
+        records += endpoints.engines.all
     assert records[0]["key"] != records[1]["key"]
     owner = servers.record(0)
 
@@ -237,7 +237,7 @@ def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(
     assert (found["policies"], found["keys"]) == ({"default": 1}, "closed")
     endpoints = Endpoints(campaign(place / "member", servers.run), {"mine": 1})
     endpoints.refresh()
-    (record,) = endpoints.all
+    (record,) = endpoints.engines.all
     assert len(set(EnginePool(servers.run.path).users().values())) == 2
 
     async def scenario() -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
-from megaflow_hpc.ledger.leader_lease import SCALER, LeaderLease
+from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
@@ -185,7 +185,7 @@ def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_b
     assert asyncio.run(chat(record, record["key"])) == 200
     with pytest.raises(subprocess.TimeoutExpired):
         servers.processes[0].wait(1)
-    scaler = LeaderLease(servers.run, SCALER, "somebody")
+    scaler = Leader(servers.run, SCALER, "somebody")
     deadline = time.monotonic() + 60
     while servers.processes[0].poll() is None and time.monotonic() < deadline:
         assert scaler.hold()

@@ -9,18 +9,18 @@ import pytest
 
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Call, Link
-from megaflow_hpc.ledger.leader_lease import STALE_S
+from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.pod.master.coordination import SELDOM_S, SOON_S, Coordination
+from megaflow_hpc.pod.master.coordination import SELDOM_S, SOON_S, Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.events import EventWriter, PodEvent
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.live import LITTER_S, Asked, LiveFiles
 from megaflow_hpc.rundir.live import STALE_S as STILL_S
+from megaflow_hpc.rundir.live import STALE_VIEWER_CLEANUP_S, Asked, LiveFiles
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.ledgers import Clock, rollouts
 from tests.support.operations import counted
@@ -42,6 +42,10 @@ class Pod:
         self.ledger.show({**self.said, "t": self.clock.now}, self.coordination.renew_s)
         self.ledger.renew()
         self.coordination.tick()
+
+    @property
+    def leads(self) -> bool:
+        return self.coordination.role is Role.LEADER
 
     def claim(self) -> Claim | None:
         return self.ledger.claim(lambda owner: 0)
@@ -70,14 +74,14 @@ def test_of_many_pods_one_looks_who_watches_and_tells_the_others(run: RunDir) ->
     viewer = LiveFiles(run)
     viewer.ask(["t/p/0"], "t/p/1")
     go_by(clock, 2 * SELDOM_S, first, second)
-    assert (first.coordination.leads, second.coordination.leads) == (True, False)
+    assert (first.leads, second.leads) == (True, False)
     with counted(run.live) as operations:
         assert second.coordination.asked() == Asked(("t/p/0",), ("t/p/1",))
     assert operations == {}
     go_by(clock, STILL_S + 2 * SELDOM_S, first, second)  # its counter stands still
     assert not first.coordination.asked()
     assert not second.coordination.asked()
-    go_by(clock, LITTER_S, first, second)
+    go_by(clock, STALE_VIEWER_CLEANUP_S, first, second)
     assert list(run.live.iterdir()) == []
 
 
@@ -87,7 +91,7 @@ def test_who_is_not_the_coordinator_reads_one_file_and_learns_what_there_is_to_c
     for pod in (first, second, third):
         assert pod.claim() is not None
     go_by(clock, 2 * SELDOM_S, first, second, third)
-    assert [pod.coordination.leads for pod in (first, second, third)] == [True, False, False]
+    assert [pod.leads for pod in (first, second, third)] == [True, False, False]
     assert second.coordination.report.survey == Survey(open=3, claimable=0)
     assert second.claim() is None  # what it had seen as free is not
     clock.now += SOON_S
@@ -180,10 +184,10 @@ def test_another_pod_leads_when_the_coordinator_is_gone_or_leaves(run: RunDir) -
     first, second, third = (Pod(run, name, clock) for name in "abc")
     go_by(clock, SELDOM_S, first, second, third)
     go_by(clock, STALE_S + TIMES.lease_s, second, third)
-    assert second.coordination.leads
+    assert second.leads
     second.coordination.leave()
     go_by(clock, 2 * SELDOM_S, third)
-    assert third.coordination.leads
+    assert third.leads
     assert third.claim() is not None
 
 
@@ -208,8 +212,8 @@ def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(ru
         return [*changed, second.coordination.list_engines()]
 
     assert listed() == [True, True]
-    assert second.endpoints.all == first.endpoints.all
-    assert second.endpoints.all[0]["key"] == "secret"
+    assert second.endpoints.engines.all == first.endpoints.engines.all
+    assert second.endpoints.engines.all[0]["key"] == "secret"
     assert (run.endpoints / ".listing").stat().st_mode & 0o777 == 0o600
     engine.heartbeat += 1
     files.publish(engine)
@@ -217,7 +221,7 @@ def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(ru
     engine.weight_version = 7
     files.publish(engine)
     assert listed() == [True, True]
-    assert second.endpoints.all[0]["weight_version"] == 7
+    assert second.endpoints.engines.all[0]["weight_version"] == 7
     engine.weight_version = 8
     files.publish(engine)
     assert first.coordination.list_engines()
@@ -226,7 +230,7 @@ def test_engines_are_listed_once_for_all_and_read_where_something_has_changed(ru
     assert not second.coordination.list_engines()
     listing.rename(run.endpoints / ".listing")
     assert second.coordination.list_engines(), "a listing that could not be read is looked at again"
-    assert second.endpoints.all[0]["weight_version"] == 8
+    assert second.endpoints.engines.all[0]["weight_version"] == 8
 
 
 def test_few_pods_each_look_for_themselves(run: RunDir) -> None:

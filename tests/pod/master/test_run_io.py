@@ -13,13 +13,11 @@ from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Touch
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.pod.master import run_io_thread
+from megaflow_hpc.pod.master import run_io
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.histories import History
-from megaflow_hpc.pod.master.run_io import RunIo
-from megaflow_hpc.pod.master.run_io_messages import Claimed, Durable, Report
-from megaflow_hpc.pod.master.run_io_thread import LOOP_HANGS_S, RunIoThread
+from megaflow_hpc.pod.master.run_io import LOOP_HANGS_S, Claimed, Durable, Report, RunIo, RunIoThread
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
@@ -72,6 +70,7 @@ class Pod:
         self.io = RunIo(self.thread, self.clock)
 
     def turn(self) -> list[Report]:
+        self.io.push()
         self.thread.turn()
         return list(self.io.collect())
 
@@ -107,7 +106,7 @@ def pod(run: RunDir) -> Pod:
     pod.io.claim()
     claimed = [report for report in pod.turn() if isinstance(report, Claimed)]
     assert [each.block.claim for each in claimed if each.block] == [Claim(0, 0)]
-    assert pod.io.held == 1
+    assert pod.io.state.held == 1
     assert not pod.io.claiming
     return pod
 
@@ -122,11 +121,11 @@ def test_results_are_reported_when_they_are_durable_and_the_last_one_with_its_bl
     assert pod.journal.appended == []
     assert durable(pod.turn()) == ["t000/oracle/0"]
     assert pod.journal.durable == 1
-    assert pod.io.held == 1
+    assert pod.io.state.held == 1
     pod.store(1)
     assert durable(pod.turn()) == ["t001/oracle/0"]
     assert pod.io.idle
-    assert pod.io.held == 0, "who hears of the last result knows that its block is done"
+    assert pod.io.state.held == 0, "who hears of the last result knows that its block is done"
     assert pod.ledger.finished
 
 
@@ -183,7 +182,7 @@ def test_at_its_end_the_thread_leaves_word_and_gives_the_block_back(pod: Pod, ru
     pod.store(0)
     assert pod.io.finish(60, release=True, histories={"t001/oracle/0": History(cuts=1)})
     assert durable(list(pod.io.collect())) == ["t000/oracle/0"]
-    assert pod.io.held == 0
+    assert pod.io.state.held == 0
     assert not pod.io.finished
     heir = Ledger(run, PodIdentity("b", "0"))
     heir.register()
@@ -197,7 +196,7 @@ def test_a_run_directory_that_is_deleted_ends_the_pod(run: RunDir, monkeypatch: 
     """Its lease is open, and could be renewed for ever."""
     run.run_json.write_text("{}")
     pod = Pod(run)
-    monkeypatch.setattr(run_io_thread, "DELETED_S", 0.0)
+    monkeypatch.setattr(run_io, "DELETED_S", 0.0)
     pod.turn()
     shutil.rmtree(run.path)
     with pytest.raises(LedgerError, match="was deleted or moved away while its pods run"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.host.wire import Link
+from megaflow_hpc.host.wire import WireLink
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
@@ -136,7 +136,7 @@ def test_a_pod_of_one_process_does_the_same(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
 
     def serve() -> None:
-        player, link = world.Player(1, run), Link(theirs)
+        player, link = world.Player(1, run), WireLink(theirs)
         with theirs:
             while True:
                 message = link.receive()
@@ -149,7 +149,7 @@ def test_a_pod_of_one_process_does_the_same(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    played = Played(run, world.lead(run, ChildComm(Link(ours))))
+    played = Played(run, world.lead(run, ChildComm(WireLink(ours))))
     thread.join()
     ours.close()
     assert played.state == "done"
@@ -246,7 +246,7 @@ def test_a_pod_leaves_when_who_may_add_rollouts_has_not_renewed_for_long(tmp_pat
     lease.put()
     played = turn(run)
     assert played.state == "drained"
-    assert "who may add something has not renewed its lease for long" in played.why
+    assert "no consumer that may add blocks has renewed its lease for long" in played.why
     assert [t["id"] for t in played.stored] == ["ok_a/p/0"]
     assert not Ledger(run).finished
     lease.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaflow_hpc.model.gateway.recorder import Recorder, Sample
+from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.pod.rollout.agent_run import _add
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.trajectory import Recording, Trajectory
@@ -15,10 +15,10 @@ def recording(word: str) -> Recording:
     call = {"id": "c", "type": "function", "function": {"name": "task", "arguments": "{}"}}
     asked = [{"role": "user", "content": word}]
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    recorder.add(Sample([1], [2], [-1.0], message=answer), asked)
-    recorder.add(Sample([3], [4], [-1.0], message={"role": "assistant", "content": "sub"}), [{"role": "user"}])
+    recorder.add(SampledTokens([1], [2], [-1.0], message=answer), asked)
+    recorder.add(SampledTokens([3], [4], [-1.0], message={"role": "assistant", "content": "sub"}), [{"role": "user"}])
     asked = [*asked, answer, {"role": "tool", "tool_call_id": "c", "content": "seen"}]
-    recorder.add(Sample([1, 2, 5], [6], [-1.0], message={"role": "assistant", "content": f"{word}!"}), asked)
+    recorder.add(SampledTokens([1, 2, 5], [6], [-1.0], message={"role": "assistant", "content": f"{word}!"}), asked)
     return recorder.finish()
 
 

@@ -17,7 +17,7 @@ from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.config.model import ModelConfig
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
-from megaflow_hpc.model.engines.scripted.script import Answer, Script, ScriptedTask
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.rollout import run_attempt
 from megaflow_hpc.pod.rollout.services import Services
@@ -111,11 +111,11 @@ def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attem
     class Dying(ScriptedEngine):
         def on_sampled(self, prompt: Any, tokens: Any) -> None:
             if engine == "dies":
-                self.script = Script(default=(Answer("EngineDeadError", status=500),))
+                self.script = Script(default=(ScriptedAnswer("EngineDeadError", status=500),))
 
     async def main() -> Trajectory:
-        poison = ScriptedTask(pattern=re.compile("poison"), answers=(Answer("no", status=500),))
-        runner = web.AppRunner(Dying(Script((poison,), (Answer("good"),)), "m").application(), access_log=None)
+        poison = ScriptedTask(pattern=re.compile("poison"), answers=(ScriptedAnswer("no", status=500),))
+        runner = web.AppRunner(Dying(Script((poison,), (ScriptedAnswer("good"),)), "m").application(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = 1 if engine == "down" else runner.addresses[0][1]

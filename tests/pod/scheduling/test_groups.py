@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups, Step
+from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups, GroupStep
 
 
 class Queue:
@@ -25,7 +25,7 @@ class Queue:
         self.groups.started("t/p", self.running[-1])
         return self.running[-1]
 
-    def end(self, rollout: str, reward: float | None) -> Step:
+    def end(self, rollout: str, reward: float | None) -> GroupStep:
         self.running.remove(rollout)
         self.ended.append(rollout)
         step = self.groups.ended("t/p", rollout, reward)

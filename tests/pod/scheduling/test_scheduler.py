@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.pod.scheduling.failures import MOST_FAILURES, RULES
+from megaflow_hpc.pod.scheduling.failures import MAX_FAILURES, RULES
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Demand, Work
 from megaflow_hpc.pod.scheduling.workers import OVERTAKEN
@@ -116,10 +116,10 @@ def test_causes_are_counted_apart_and_every_rollout_is_given_up_some_time(causes
         scheduler.workers.finish(next_[0], next_[1].rollout.id)
         counted[cause] = counted.get(cause, 0) + 1
         again = scheduler.retry(next_[1], cause, 1)
-        assert again == (counted[cause] <= RULES[cause].retries and sum(counted.values()) < MOST_FAILURES)
+        assert again == (counted[cause] <= RULES[cause].retries and sum(counted.values()) < MAX_FAILURES)
         if not again:
             break
-    assert sum(counted.values()) <= MOST_FAILURES
+    assert sum(counted.values()) <= MAX_FAILURES
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,7 +16,7 @@ from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
 from megaflow_hpc.environments.images.image_config import working_directory
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.tar import RefusedMember
 from megaflow_hpc.host.unpack import Budget, unpack_tar
 from tests.security.fuzz.target import Broken, Feed, Target
 from tests.support.archives import END, archive, hardlink, member, raw, symlink
@@ -84,7 +84,7 @@ def _unpacked(folder: Path) -> Iterator[Feed]:
     def feed(data: bytes) -> None:
         target = folder / "in" / "target"
         try:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(RefusedMember):
                 unpack_tar(io.BytesIO(with_checksums(data)), target, Budget(ROOM // 2, 200))
         finally:
             size = _on_disk(folder / "in")

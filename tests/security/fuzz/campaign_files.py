@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.child import Limits, run_confined
+from megaflow_hpc.host.child import ProcessLimits, run_confined
 from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.trajectories.exports import export
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
@@ -27,7 +27,7 @@ from tests.support.samples import trajectory
 
 _REFUSED = (AttributeError, KeyError, MemoryError, OSError, OverflowError, RuntimeError, TypeError, ValueError)
 """What h5py says to an edit that it cannot make."""
-LIMITS = Limits(memory_bytes=1 << 30, cpu_s=5, file_bytes=64 << 20)
+LIMITS = ProcessLimits(memory_bytes=1 << 30, cpu_s=5, file_bytes=64 << 20)
 _SECRET = b"of the reader alone, in no file of anybody else"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.context import Context, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest, last_workdir
-from megaflow_hpc.environments.images.dockerfile.steps import Run
+from megaflow_hpc.environments.images.dockerfile.steps import RunStep
 from tests.security.fuzz.target import PART, Feed, Target, parts
 
 _SEEDS = (
@@ -95,7 +95,7 @@ def _read(folder: Path) -> Iterator[Feed]:
         assert found.bases[0] == found.base
         assert all(isinstance(value, str) for value in found.environment.values())
         assert found.needed[-1] is found.last
-        for argv in (step.argv for stage in found.stages for step in stage.steps if isinstance(step, Run)):
+        for argv in (step.argv for stage in found.stages for step in stage.steps if isinstance(step, RunStep)):
             assert b"\0" not in b"".join(map(os.fsencode, argv))
         context_digest(found)
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch  # type: ignore[import-not-found]
-from megaflow_hpc.cli.bench import page
 
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from tests.bench.command import page
 from tests.bench.figures import Figure, median, report
 
 GPU = ProcessGroup(0, 1, torch.device("cuda", 0))

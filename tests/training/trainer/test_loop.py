@@ -39,7 +39,7 @@ from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Commit, TrainingFiles
 from megaflow_hpc.training.trainer import checkpoint
 from megaflow_hpc.training.trainer.loop import TrainingLoop
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from tests.support.training import Pods, training_run
 
 TRAINING = {
@@ -195,7 +195,7 @@ def set_far(one):
 def main():
     torch.set_num_threads(1)
     ranks = join()
-    alone = Ranks(0, 1, ranks.device)
+    alone = ProcessGroup(0, 1, ranks.device)
     result, runs, ends = {}, {}, {}
     cases = {
         "plain": {},

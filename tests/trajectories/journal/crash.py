@@ -26,7 +26,7 @@ import h5py
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, gather, validate
-from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.trajectories.journal.winners import index
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.samples import run_dir, trajectory
@@ -91,7 +91,7 @@ def stored(run: RunDir) -> tuple[int, set[str]]:
     """Returns the seal of the journal, and the rollouts that a successor finds stored within."""
     found = StoredRollouts(run)
     sealed = found.length("pod.0")
-    return sealed, found.ids(0, [Holding(0, "pod.0", sealed)])
+    return sealed, found.ids(0, [StoredBlock(0, "pod.0", sealed)])
 
 
 def same(one: Trajectory, other: Trajectory) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaflow_hpc.trajectories import read_journal
-from megaflow_hpc.trajectories.journal.stored import Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
 from megaflow_hpc.trajectories.journal.winners import base_of, index, parts
 from tests.support.journals import write_parts
 from tests.support.samples import run_dir, trajectory
@@ -38,7 +38,7 @@ def test_a_seal_counts_over_parts(tmp_path):
     ends = write_parts(run, "a", range(ROWS))
     seals = {(block, 0): ("a.0", ends[69]) for block in range(ROWS // 10)}
     assert [e.id for e in index(run, seals).winners] == [trajectory(n).id for n in range(70)]
-    assert StoredRollouts(run).ids(6, [Holding(0, "a.0", ends[64])]) == {trajectory(n).id for n in range(60, 65)}
+    assert StoredRollouts(run).ids(6, [StoredBlock(0, "a.0", ends[64])]) == {trajectory(n).id for n in range(60, 65)}
 
 
 def test_the_base_of_a_part_survives_damage_to_its_first_record(run):

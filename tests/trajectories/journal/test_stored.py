@@ -13,7 +13,7 @@ from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal import stored as stored_module
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.stored import RENEW_BYTES, Holding, StoredRollouts
+from megaflow_hpc.trajectories.journal.stored import RENEW_BYTES, StoredBlock, StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.journals import PartedWriter
 from tests.support.ledgers import Clock, rollouts
@@ -46,14 +46,14 @@ def test_what_lies_within_the_seals_of_the_block_is_stored(run: RunDir) -> None:
     ends = write(run, "a", record(0, 7, 0), record(1, 8, 0), record(2, 7, 0, "failed"), record(3, 7, 0))
     write(run, "b", record(4, 7, 1), record(5, 7, 0))
     stored = StoredRollouts(run)
-    assert stored.ids(7, [Holding(0, "a.0", ends[2])]) == {"t0/p/0"}
-    assert stored.ids(7, [Holding(0, "a.0", ends[3]), Holding(1, "b.0", 1 << 40)]) == {
+    assert stored.ids(7, [StoredBlock(0, "a.0", ends[2])]) == {"t0/p/0"}
+    assert stored.ids(7, [StoredBlock(0, "a.0", ends[3]), StoredBlock(1, "b.0", 1 << 40)]) == {
         "t0/p/0",
         "t3/p/0",
         "t4/p/0",
     }
-    assert stored.ids(8, [Holding(0, "a.0", ends[3])]) == {"t1/p/0"}
-    assert stored.ids(9, [Holding(0, "nobody.0", 0)]) == set()
+    assert stored.ids(8, [StoredBlock(0, "a.0", ends[3])]) == {"t1/p/0"}
+    assert stored.ids(9, [StoredBlock(0, "nobody.0", 0)]) == set()
 
 
 def test_other_pods_journals_are_not_read_and_the_holders_once(run: RunDir) -> None:
@@ -62,11 +62,11 @@ def test_other_pods_journals_are_not_read_and_the_holders_once(run: RunDir) -> N
     stored = StoredRollouts(run)
     with counted(run.path) as operations:
         length = stored.length("a.0")
-        assert stored.ids(0, [Holding(0, "a.0", length)]) == {"t0/p/0"}
+        assert stored.ids(0, [StoredBlock(0, "a.0", length)]) == {"t0/p/0"}
     assert operations["opens"] == 1
     with counted(run.path) as operations:
         assert stored.length("a.0") == length
-        assert stored.ids(1, [Holding(0, "a.0", length)]) == {"t1/p/0"}
+        assert stored.ids(1, [StoredBlock(0, "a.0", length)]) == {"t1/p/0"}
     assert operations["opens"] == 0
 
 
@@ -76,11 +76,11 @@ def test_a_journal_that_has_grown_is_read_again(run: RunDir) -> None:
         first = journal.commit()
         stored = StoredRollouts(run)
         assert stored.length("a.0") == first
-        assert stored.ids(0, [Holding(0, "a.0", first)]) == {"t0/p/0"}
+        assert stored.ids(0, [StoredBlock(0, "a.0", first)]) == {"t0/p/0"}
         journal.append(record(1, 0, 0))
         second = journal.commit()
         assert stored.length("a.0") == second
-        assert stored.ids(0, [Holding(0, "a.0", second)]) == {"t0/p/0", "t1/p/0"}
+        assert stored.ids(0, [StoredBlock(0, "a.0", second)]) == {"t0/p/0", "t1/p/0"}
 
 
 def test_a_journal_that_held_no_trajectory_yet_is_read_again_too(run: RunDir) -> None:
@@ -88,18 +88,18 @@ def test_a_journal_that_held_no_trajectory_yet_is_read_again_too(run: RunDir) ->
         journal.append(pack_record({"kind": "note"}))
         first = journal.commit()
         stored = StoredRollouts(run)
-        assert stored.ids(0, [Holding(0, "a.0", first)]) == set()
+        assert stored.ids(0, [StoredBlock(0, "a.0", first)]) == set()
         journal.append(record(0, 1, 0))
         second = journal.commit()
-        assert stored.ids(1, [Holding(0, "a.0", second)]) == {"t0/p/0"}
+        assert stored.ids(1, [StoredBlock(0, "a.0", second)]) == {"t0/p/0"}
 
 
 def test_a_journal_that_ends_with_no_trajectory_is_read_once(run: RunDir) -> None:
     ends = write(run, "a", record(0, 0, 0), pack_record({"kind": "note"}))
     stored = StoredRollouts(run)
-    assert stored.ids(0, [Holding(0, "a.0", ends[-1])]) == {"t0/p/0"}
+    assert stored.ids(0, [StoredBlock(0, "a.0", ends[-1])]) == {"t0/p/0"}
     with counted(run.path) as operations:
-        assert stored.ids(1, [Holding(0, "a.0", ends[-1])]) == set()
+        assert stored.ids(1, [StoredBlock(0, "a.0", ends[-1])]) == set()
     assert operations["opens"] == 0
 
 
@@ -107,7 +107,7 @@ def test_the_reader_shows_that_it_lives_between_the_parts_of_a_long_journal(run:
     ends = write(run, "a", *(record(number, 0, 0) for number in range(10)), rotate=1)
     beats: list[None] = []
     stored = StoredRollouts(run, lambda: beats.append(None))
-    assert len(stored.ids(0, [Holding(0, "a.0", ends[-1])])) == 10
+    assert len(stored.ids(0, [StoredBlock(0, "a.0", ends[-1])])) == 10
     assert len(beats) >= 10
 
 
@@ -116,7 +116,7 @@ def test_and_within_a_part(run: RunDir) -> None:
     ends = write(run, "a", *large, record(0, 0, 0), rotate=1 << 30)
     beats: list[None] = []
     stored = StoredRollouts(run, lambda: beats.append(None))
-    assert stored.ids(0, [Holding(0, "a.0", ends[-1])]) == {"t0/p/0"}
+    assert stored.ids(0, [StoredBlock(0, "a.0", ends[-1])]) == {"t0/p/0"}
     assert len(beats) >= 6
 
 
@@ -140,7 +140,7 @@ def test_a_journal_that_could_not_be_read_is_read_again(run: RunDir, monkeypatch
     with pytest.raises(OSError, match="Stale"):
         stored.length("a.0")
     assert stored.length("a.0") == end == run.journal_file("a", "0").stat().st_size
-    assert stored.ids(0, [Holding(0, "a.0", end)]) == {"t0/p/0"}
+    assert stored.ids(0, [StoredBlock(0, "a.0", end)]) == {"t0/p/0"}
 
 
 def test_a_claim_seals_a_journal_that_could_not_be_read_at_once_behind_its_last_record(

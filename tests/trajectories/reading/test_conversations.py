@@ -12,7 +12,7 @@ from aiohttp import web
 
 from megaflow_hpc.cli import main
 from megaflow_hpc.model.engines.scripted import engine as scripted
-from megaflow_hpc.model.engines.scripted.script import Answer, Script, ToolCall
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ToolCall
 from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.report.transcripts import transcript_of
@@ -40,7 +40,7 @@ class Engine(scripted.ScriptedEngine):
         body = await scripted.body_of(request)
         last = body["messages"][-1]["content"]
         calls = [ToolCall("task", {"prompt": "SUB: look"})] if last.startswith("WORK") else []
-        self.script = Script(default=(Answer(f"{last}!", calls=tuple(calls)),))
+        self.script = Script(default=(ScriptedAnswer(f"{last}!", calls=tuple(calls)),))
         return await super()._chat(request)
 
 

@@ -1,6 +1,6 @@
 """The images of one node: copies on its scratch, shared by all processes of the user, within a budget.
 
-:class:`~.cache.ImageCache` gets a file of the store and returns a lease on a copy, unpacked or as it is; what is leased
-stays, other copies give way to what is needed next (``prefetch``). ``manifest`` lists the images of a campaign, to be
-carried where nothing can be fetched. Sandboxes call, and the ``images`` verbs.
+:class:`~.cache.ImageCache` returns leases on the unpacked trees of an image. Leased copies stay; others are removed for
+what is needed next. ``manifest`` lists the images of a campaign, to be carried to where nothing can be fetched.
+Sandboxes and the ``images`` verbs call.
 """

@@ -1,61 +1,53 @@
-"""Brings images to this node: once each, checked, in the order they will be needed, within a budget.
+"""Brings images to this node: each once, compared with its digest, within a budget, in the order of their use.
 
-An image is one copy or several (:mod:`.parts`): of layers, its base and each layer are copies of their own, which other
-images share. In the form ``direct`` a SIF is used where it lies. An image of a store bears its digest in its name, and
-so do layers: content is compared with it while it is read for the copy; a copy that is there was compared, so nobody
-reads the image again. Images of no store (a SIF that the campaign file names) are known by path, size and time of
-change.
+An image is one copy or several (:mod:`.artifacts`). A copy is compared with the digest in the name of its source while
+it is read, so a copy that is here is never read again. An image that no store has, such as a SIF that a campaign maps
+by path, is identified by path, size and time of change.
 
-What is used is leased and never removed; :mod:`.shelf` keeps the books. Room for all that an image lacks is made at
-once, for one waiting process after the other, and who waits keeps nothing: so two that have half of what they need
-cannot wait for each other.
+Copies in use are leased and never removed; :mod:`.index` keeps the books. A process reserves the room for all missing
+copies of an image at once. While it waits it holds none of them, so two processes cannot wait for each other.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megaflow_hpc.environments.images.cache.budget import budget
-from megaflow_hpc.environments.images.cache.parts import Form, Part, Plan, plan
-from megaflow_hpc.environments.images.cache.queue import Queue, Turn
-from megaflow_hpc.environments.images.cache.shelf import Room, Shelf
+from megaflow_hpc.environments.images.cache.artifacts import ImagePlan, plan
+from megaflow_hpc.environments.images.cache.index import NOTHING, CacheClaim, CacheIndex, DiskUsage
 from megaflow_hpc.environments.images.image_file import ImageFacts, ImageFiles
-from megaflow_hpc.errors import SandboxError
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.errors import MegaflowError, SandboxError
 
-_MARKED: dict[str, int] = {}
-"""Copy → leases that are out or waited for. A process has one mark on disk for all, whichever cache object it was."""
-_HELD: dict[str, int] = {}
-"""Copy → leases that are out: while there are any, the copy is here for sure."""
-_GUARD = threading.Lock()
+POLL_INTERVAL_S = (0.005, 0.1)
+"""Pause between two polls for room or for another process: the first, and the longest."""
 
 
-class Lease:
-    """The right to use an image on this node until :meth:`release`. ``path``: its tree or its SIF file; ``layers``:
-    directories that lie over it, the topmost first."""
+class ImageLease:
+    """The right to use an image on this node until :meth:`release`.
+
+    ``path`` is its bottom tree. ``layers`` are the trees over it, the topmost first.
+    """
 
     def __init__(
-        self, path: str, layers: Sequence[str] = (), cache: ImageCache | None = None, parts: Sequence[Part] = ()
+        self, path: str, layers: Sequence[str] = (), index: CacheIndex | None = None, copies: Sequence[str] = ()
     ) -> None:
         self.path = path
         self.layers = tuple(layers)
-        self._cache, self._parts = cache, parts
+        self._index, self._copies = index, copies
 
     def release(self) -> None:
-        """Gives the right back. Idempotent."""
-        cache, self._cache = self._cache, None
-        if cache is not None:
-            cache._give_back(self._parts)
+        """Ends the lease. Idempotent."""
+        index, self._index = self._index, None
+        if index is not None:
+            index.release(self._copies)
 
 
 class ImageCache:
-    """The images of this node that one process uses; all processes of the user share the copies.
+    """The images of this node, for one process. All processes of the user share the copies.
 
     Args:
         root: a private directory on local scratch.
@@ -70,251 +62,154 @@ class ImageCache:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.apptainer = apptainer
         self.copied_bytes = 0
-        """Bytes this process has read from where images lie, for copies."""
-        self._shelf = Shelf(root, Room(0, 0))
-        self._queue = Queue(root, self._shelf.identity)
-        self._shelf.budget = budget(self._shelf, budget_bytes, budget_inodes)
+        """Bytes that this process has read from stores to make copies."""
+        self._index = CacheIndex(root, budget_bytes, budget_inodes)
         self._files = ImageFiles()
-        self._plans: dict[tuple[str, Form], tuple[ImageFacts, Plan]] = {}
-        self._shelf.tidy()
+        self._plans: dict[tuple[str, bool], tuple[ImageFacts, ImagePlan]] = {}
+        self._claiming = threading.Lock()
+        """Held by the one thread of this process that asks or waits for room."""
+        self._guard = threading.Lock()
 
     # --- use ----------------------------------------------------------------------------------------------------
 
-    def acquire(self, image: str, form: Form = "tree", *, timeout_s: float = 1800.0) -> Lease:
-        """Returns a lease on ``image``, staged now if it is not here yet. Blocks while another process stages it, and
-        while everything that would have to go is in use.
+    def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> ImageLease:
+        """Returns a lease on an image, which is unpacked now if it is not here.
+
+        Blocks while another process unpacks it, and while all copies that would have to be removed are in use.
+
+        Args:
+            flat: as one tree, for nodes that cannot stack layers by an overlay.
 
         Raises:
-            SandboxError: there is no such image, its content is not what its name says, or there is no room for it.
+            SandboxError: the image is missing, its content does not have the digest in its name, or there is no room.
         """
         if os.path.isdir(image):
-            return Lease(os.path.realpath(image))
-        wanted = self._plan(image, form)
-        if lease := self._held(wanted):
-            return lease
+            return ImageLease(os.path.realpath(image))
+        wanted = self._plan(image, flat)
         deadline = time.monotonic() + timeout_s
         try:
-            with Turn(self._queue, deadline) as turn:
-                while True:
-                    self._mark(wanted.parts)
-                    try:
-                        if self._complete(wanted, turn):
-                            return self._lease(wanted)
-                    except BaseException:
-                        self._unmark(wanted.parts)
-                        raise
-                    self._unmark(wanted.parts)
-                    turn.wait(lambda: all(self._shelf.here(part.name) for part in wanted.parts))
+            while not self._index.use(wanted.names):
+                if not self._index.unclaimed(wanted.names):
+                    self._wait_for(wanted.names, deadline)
+                elif self._make_missing(wanted, deadline):
+                    break
         except TimeoutError as error:
-            why = str(error) or "another process that stages it does not get on"
-            raise SandboxError(f"{image}: not staged within {timeout_s:g} s: {why}") from None
+            raise SandboxError(f"{image}: not staged within {timeout_s:g} s: {error}") from None
+        return self._lease(wanted)
 
-    def ready(self, image: str, form: Form = "tree") -> Lease | None:
-        """Returns a lease if the image is here already, else ``None``. Never waits; takes some tens of microseconds."""
+    def ready(self, image: str, *, flat: bool = False) -> ImageLease | None:
+        """Returns a lease if the image is here, else ``None``. Never waits."""
         if os.path.isdir(image):
-            return Lease(os.path.realpath(image))
-        if form == "direct":
-            return None
-        wanted = self._plan(image, form)
-        if lease := self._held(wanted):
-            return lease
-        self._mark(wanted.parts)
-        with suppress(TimeoutError):  # somebody is removing something
-            if not self._shelf.absent([part.name for part in wanted.parts], wait=False):
-                return self._lease(wanted)
-        self._unmark(wanted.parts)
-        return None
+            return ImageLease(os.path.realpath(image))
+        wanted = self._plan(image, flat)
+        return self._lease(wanted) if self._index.use(wanted.names, wait=False) else None
 
     def prefetch(
         self,
         images: Sequence[str],
-        form: Form | Callable[[str], Form] = "tree",
+        flat: Callable[[str], bool] = lambda image: False,
         until: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Stages ``images`` in the order in which they will be used, while there is room; returns how many of them are
-        here.
+        """Unpacks ``images`` in the order of their use, while there is room. Blocks.
 
-        What is named is kept until the next call names something else, before all that nobody named: name what is in
-        use and will be again first. Only copies that nobody uses or named are removed. What somebody else is staging
-        is left to them. Blocks.
+        The named images are kept before all others until the next call. So name images that are in use, and will be
+        used again, first. Only copies that no process uses or named are removed.
 
         Args:
-            form: that of all, or the form of each.
-            until: asked between copies; once it is true nothing more is staged.
+            flat: whether an image is used as one tree here.
+            until: called between images; once it returns true, the call returns.
+
+        Returns:
+            The number of ``images`` from the first that are here or that another process is unpacking.
         """
-        plans = [
-            self._plan(image, form(image) if callable(form) else form) for image in images if not os.path.isdir(image)
-        ]
-        wanted = [each.parts for each in plans if each.parts]
-        self._shelf.announce(list(dict.fromkeys(part.name for parts in wanted for part in parts)))
-        for number, parts in enumerate(wanted):
-            if until() or not self._stage_ahead([part for part in parts if not self._shelf.here(part.name)]):
+        plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
+        self._index.want(list(dict.fromkeys(name for wanted in plans for name in wanted.names)))
+        for number, wanted in enumerate(plans):
+            if until():
                 return number
+            if not self._index.unclaimed(wanted.names):
+                continue
+            claim = self._index.claim(wanted.sizes, ahead=True)
+            if claim is None:
+                return number
+            self._make(wanted, claim.own, ahead=True)
         return len(images)
 
     def facts(self, image: str) -> ImageFacts:
-        """Returns what is known of an image; see :meth:`.ImageFiles.facts`."""
+        """Returns the facts of an image; see :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
-
-    def room(self) -> Room:
-        """Returns what would be left of the budget if everything that nobody uses were removed."""
-        entries = self._shelf.entries()
-        used = self._shelf.in_use()
-        return self._shelf.budget - self._shelf.taken([entry for entry in entries if entry.name in used])
 
     # --- what the verbs show and do -----------------------------------------------------------------------------
 
     @property
-    def budget(self) -> Room:
+    def budget(self) -> DiskUsage:
         """Bytes and inodes that all copies together may take."""
-        return self._shelf.budget
+        return self._index.budget
 
     def list(self) -> list[dict[str, object]]:
-        """Returns every copy: ``name``, ``bytes``, ``inodes``, ``used_at`` (seconds UTC), ``in_use``; of the log:
-        ``image``, ``ahead`` (of its use, the last time it was made), ``made`` (how often)."""
-        history = self._shelf.log.lines()
-        last = {str(made["name"]): made for made in history}
-        times = Counter(str(made["name"]) for made in history)
-        used = self._shelf.in_use()
+        """Returns every copy: ``name``, ``bytes``, ``inodes``, ``image`` (its source), ``ahead`` (made before any
+        sandbox needed it), ``made_at`` and ``used_at`` (seconds UTC), and ``in_use``."""
+        used = self._index.in_use()
         return [
             {
                 "name": entry.name,
                 "bytes": entry.size.bytes,
                 "inodes": entry.size.inodes,
+                "image": entry.image,
+                "ahead": entry.ahead,
+                "made_at": entry.made_at,
                 "used_at": entry.used_at,
                 "in_use": entry.name in used,
-                "image": last.get(entry.name, {}).get("image"),
-                "ahead": last.get(entry.name, {}).get("ahead"),
-                "made": times[entry.name],
             }
-            for entry in self._shelf.entries()
+            for entry in self._index.entries()
         ]
 
     def clear(self) -> int:
-        """Removes every copy that nobody uses; returns the bytes that were freed."""
+        """Removes every copy that no process uses. Returns the bytes that were freed."""
         freed = 0
-        for entry in self._shelf.entries():
-            if place := self._shelf.withdraw(entry.name):
-                remove_tree(place, ignore_errors=True)
+        for entry in self._index.entries():
+            if self._index.remove(entry.name):
                 freed += entry.size.bytes
         return freed
 
-    # --- leases -------------------------------------------------------------------------------------------------
+    # --- making copies ------------------------------------------------------------------------------------------
 
-    def _plan(self, image: str, form: Form) -> Plan:
+    def _plan(self, image: str, flat: bool) -> ImagePlan:
         facts = self.facts(image)
-        known = self._plans.get((image, form))
+        known = self._plans.get((image, flat))
         if known is None or known[0] is not facts:
-            known = self._plans[image, form] = (facts, plan(facts, form, self.apptainer))
+            known = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
         return known[1]
 
-    def _key(self, part: Part) -> str:
-        return f"{self._shelf.root}/{part.name}"
+    def _lease(self, wanted: ImagePlan) -> ImageLease:
+        trees = [str(self._index.path(artifact.name) / "rootfs") for artifact in wanted.artifacts]
+        if wanted.directory is not None:
+            trees.append(wanted.directory)
+        return ImageLease(trees[-1], trees[:-1], self._index, wanted.names)
 
-    def _mark(self, parts: Sequence[Part]) -> None:
-        keys = [self._key(part) for part in parts]
-        with _GUARD:
-            new = not all(_MARKED.get(key) for key in keys)
-            for key in keys:
-                _MARKED[key] = _MARKED.get(key, 0) + 1
-            if new:
-                self._write_marks()
-
-    def _unmark(self, parts: Sequence[Part]) -> None:
-        ended = []
-        with _GUARD:
-            for part in parts:
-                key = self._key(part)
-                _MARKED[key] -= 1
-                if not _MARKED[key]:
-                    del _MARKED[key]
-                    self._shelf.touch(part.name)
-                    ended.append(part)
-            if ended:
-                self._write_marks()
-
-    def _write_marks(self) -> None:
-        own = f"{self._shelf.root}/"
-        self._shelf.mark([key.removeprefix(own) for key in _MARKED if key.startswith(own)])
-
-    def _held(self, wanted: Plan) -> Lease | None:
-        """A lease on copies of which this process has others, which proves that they are here."""
-        keys = [self._key(part) for part in wanted.parts]
-        with _GUARD:
-            if not all(_HELD.get(key) for key in keys):
-                return None
-            for key in keys:
-                _HELD[key] += 1
-                _MARKED[key] += 1
-        return self._lease_of(wanted)
-
-    def _lease(self, wanted: Plan) -> Lease:
-        """A lease on copies that this process has marked, and that are here."""
-        with _GUARD:
-            for key in map(self._key, wanted.parts):
-                _HELD[key] = _HELD.get(key, 0) + 1
-        return self._lease_of(wanted)
-
-    def _lease_of(self, wanted: Plan) -> Lease:
-        bottom = wanted.bottom if isinstance(wanted.bottom, str) else self._place(wanted.bottom)
-        return Lease(bottom, [self._place(part) for part in wanted.layers], self, wanted.parts)
-
-    def _place(self, part: Part) -> str:
-        return f"{self._shelf.root}/images/{part.name}/{part.inside}"
-
-    def _give_back(self, parts: Sequence[Part]) -> None:
-        with _GUARD:
-            for part in parts:
-                key = self._key(part)
-                _HELD[key] -= 1
-                if not _HELD[key]:
-                    del _HELD[key]
-        self._unmark(parts)
-
-    # --- staging ------------------------------------------------------------------------------------------------
-
-    def _complete(self, wanted: Plan, turn: Turn) -> bool:
-        """Stages what is not here of an image whose parts are marked, and waits for what others are staging.
+    def _make_missing(self, wanted: ImagePlan, deadline: float) -> bool:
+        """Makes the missing copies of an image that no other thread or process makes.
 
         Returns:
-            ``False`` if something has to be staged, and either others are to come first or there is no room yet.
+            Whether all copies are here and marked as used. If not, a process that made one has ended: try again.
         """
-        while True:
-            with ExitStack() as locks:
-                own, others = self._missing(wanted.parts, locks)
-                if not own and not others:
-                    return True
-                if own:
-                    self._check_size(wanted)
-                    if not turn.come() or not self._shelf.reserve({part.name: part.size for part in own}, ahead=False):
-                        return False
-                    turn.leave()
-                    self._make(own, ahead=False)
-            for part in others:  # they have made room already, and wait for nobody
-                with self._shelf.locked(part.name, exclusive=False, deadline=turn.deadline):
-                    pass
+        self._check_size(wanted)
+        claim = self._claim(wanted, deadline)
+        if claim is None:
+            return False
+        try:
+            self._make(wanted, claim.own, ahead=False)
+            self._wait_for(claim.others, deadline)
+            complete = self._index.has_all(wanted.names)
+        except BaseException:
+            self._index.release(wanted.names)
+            raise
+        if not complete:
+            self._index.release(wanted.names)
+        return complete
 
-    def _missing(self, parts: Sequence[Part], locks: ExitStack) -> tuple[Sequence[Part], Sequence[Part]]:
-        """The parts that are not here: those whose locks are ours from now on, and those whose are others'."""
-        own, others = [], []
-        absent = set(self._shelf.absent(part.name for part in parts))
-        for part in parts:
-            if part.name not in absent:
-                continue
-            try:
-                lock = ExitStack()
-                lock.enter_context(self._shelf.locked(part.name, exclusive=True, deadline=0.0))
-                if self._shelf.here(part.name):
-                    lock.close()
-                else:
-                    locks.push(lock)
-                    own.append(part)
-            except TimeoutError:
-                others.append(part)
-        return own, others
-
-    def _check_size(self, wanted: Plan) -> None:
-        size = sum((part.size for part in wanted.parts), Room(0, 0))
+    def _check_size(self, wanted: ImagePlan) -> None:
+        size = sum(wanted.sizes.values(), NOTHING)
         if not size <= self.budget:
             raise SandboxError(
                 f"{wanted.image}: needs {size.bytes / 1e9:.3g} GB and {size.inodes} files on this node, the cache may "
@@ -322,27 +217,100 @@ class ImageCache:
                 "or set MEGAFLOW_SCRATCH to a larger place"
             )
 
-    def _stage_ahead(self, parts: Sequence[Part]) -> bool:
-        """Makes copies if there is room that nobody waits for; what others are making is left to them."""
-        with ExitStack() as locks:
-            own, _ = self._missing(parts, locks)
-            if own:
-                sizes = {part.name: part.size for part in own}
-                if self._queue.first_in_queue() is not None or not self._shelf.reserve(sizes, ahead=True):
-                    return False
-                self._make(own, ahead=True)
-        return True
+    def _claim(self, wanted: ImagePlan, deadline: float) -> CacheClaim | None:
+        """Waits for room, after the processes and threads that came before.
 
-    def _make(self, parts: Sequence[Part], *, ahead: bool) -> None:
-        """Makes copies for which there is room. Their locks are held exclusively."""
+        Returns:
+            ``None`` if other threads or processes have made all copies, or are making them.
+        """
+        full = f"everything in {self._index.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
+        # One thread at a time: the samples of a task ask for the same image at the same time.
+        while not self._claiming.acquire(timeout=POLL_INTERVAL_S[1]):
+            if not self._index.unclaimed(wanted.names):
+                return None
+            if time.monotonic() >= deadline:
+                raise TimeoutError(full)
         try:
-            for part in parts:
-                began = time.time()
-                count = self._shelf.put(part.name, part.size, part.make)
-                with _GUARD:  # other threads make other copies meanwhile
-                    self.copied_bytes += count
-                self._shelf.unreserve(part.name)
-                self._shelf.log.add(part.name, part.source, began, self._shelf.identity, ahead=ahead)
+            if not self._index.unclaimed(wanted.names):
+                return None
+            claim = self._index.claim(wanted.sizes)
+            if claim is not None:
+                return claim
+            with self._index.waiting():
+                pause = POLL_INTERVAL_S[0]
+                while (claim := self._index.claim(wanted.sizes, queued=True)) is None:
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(full)
+                    time.sleep(pause)
+                    pause = min(2 * pause, POLL_INTERVAL_S[1])
+                return claim
         finally:
-            for part in parts:
-                self._shelf.unreserve(part.name)
+            self._claiming.release()
+
+    def _make(self, wanted: ImagePlan, names: Sequence[str], *, ahead: bool) -> None:
+        try:
+            for artifact in wanted.artifacts:
+                if artifact.name not in names:
+                    continue
+                count = self._index.put(artifact.name, artifact.size, artifact.source, artifact.make, ahead=ahead)
+                with self._guard:
+                    self.copied_bytes += count
+        finally:
+            self._index.give_up(names)
+
+    def _wait_for(self, names: Sequence[str], deadline: float) -> None:
+        """Waits while other threads or processes make copies. They have their room and wait for no other."""
+        missing = [name for name in names if not self._index.has(name)]
+        for name, maker in self._index.makers(missing).items():
+            pause = POLL_INTERVAL_S[0]
+            while not self._index.has(name) and self._index.makes(maker, name):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("another process that stages it does not finish")
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_INTERVAL_S[1])
+
+
+class Prefetcher:
+    """One thread that unpacks what will be needed next, as far as there is room.
+
+    Args:
+        is_flat: whether an image is used as one tree here.
+    """
+
+    def __init__(self, images: ImageCache, is_flat: Callable[[str], bool]) -> None:
+        self._images = images
+        self._is_flat = is_flat
+        self._order: Sequence[str] | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def order(self, images: Sequence[str]) -> None:
+        """Names the images in use here and those that come next, the soonest first. Replaces the previous order."""
+        with self._changed:
+            self._order = list(images)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Waits at most ``timeout_s`` seconds for the copy that is being made."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._order is not None)
+                if self._closed:
+                    return
+                order, self._order = self._order or [], None
+            try:
+                self._images.prefetch(order, self._is_flat, until=lambda: self._closed or self._order is not None)
+            except (MegaflowError, OSError) as error:
+                # A sandbox that needs the image fails with the same error, where it counts.
+                print(f"staging ahead: {error}", file=sys.stderr, flush=True)

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from megaflow_hpc.environments.images.dockerfile.bounds import Bounds
+from megaflow_hpc.environments.images.dockerfile.bounds import DockerfileBounds
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.tar import Refused, TarReader
+from megaflow_hpc.host.tar import RefusedMember, TarReader
 from megaflow_hpc.host.unpack import plain
 
 Known = dict[tuple[int, int], tuple[int, int, int]]
@@ -48,7 +48,7 @@ def is_archive(path: Path) -> bool:
     return True
 
 
-def unpack(archive: Path, target: Path, bounds: Bounds) -> Known:
+def unpack(archive: Path, target: Path, bounds: DockerfileBounds) -> Known:
     """Unpacks an archive into a directory, the files owned by the caller; returns what it says of them.
 
     Raises:
@@ -96,12 +96,12 @@ def _known(archive: Path, target: Path) -> Known:
                 with suppress(OSError):
                     status = os.lstat(os.path.join(os.fsencode(target), *plain(member.name)))
                     found[status.st_dev, status.st_ino] = (member.mode & 0o7777, member.uid, member.gid)
-    except Refused as error:
+    except RefusedMember as error:
         raise ConfigError(f"{archive.name}: {error}; write it without that, or RUN tar") from None
     return found
 
 
-def _feed(archive: Path, tar: subprocess.Popen[bytes], bounds: Bounds, failed: list[Exception]) -> None:
+def _feed(archive: Path, tar: subprocess.Popen[bytes], bounds: DockerfileBounds, failed: list[Exception]) -> None:
     assert tar.stdin
     try:
         with tar.stdin, _plain(archive) as content:

@@ -8,7 +8,7 @@ MAX_BYTES = 20 * 10**9
 MAX_ENTRIES = 500_000
 
 
-class Bounds:
+class DockerfileBounds:
     """What one instruction may still take; raises :class:`ConfigError` when it is used up."""
 
     def __init__(self) -> None:

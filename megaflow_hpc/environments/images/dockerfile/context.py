@@ -20,7 +20,7 @@ from pathlib import Path
 from e2b_dockerfile_utils import PatternMatcher
 
 from megaflow_hpc.environments.images.dockerfile.archive import Known, is_archive, unpack
-from megaflow_hpc.environments.images.dockerfile.bounds import Bounds
+from megaflow_hpc.environments.images.dockerfile.bounds import DockerfileBounds
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import beneath
 
@@ -128,7 +128,7 @@ class Context:
         return found
 
     def _names(self, depth: int) -> Iterator[str]:
-        bounds = Bounds()
+        bounds = DockerfileBounds()
         waiting = [(depth, ".")]
         while waiting:
             left, below = waiting.pop()
@@ -159,7 +159,7 @@ class Context:
             if not left_out(name):
                 yield name
             return
-        bounds = Bounds()
+        bounds = DockerfileBounds()
         top = posixpath.normpath(name)
         waiting = [top]
         while waiting:
@@ -178,7 +178,7 @@ class Context:
 
     def feed(self, update: Callable[[bytes], None], names: Sequence[str]) -> None:
         """Feeds names, modes and contents of what is at or below ``names`` to the ``update`` of digests."""
-        bounds = Bounds()
+        bounds = DockerfileBounds()
         for name in names:
             with self.opened(name, follow=True) as (_, real, _):
                 pass
@@ -194,7 +194,7 @@ class Context:
 
     # --- copying ------------------------------------------------------------------------------------------------
 
-    def copy(self, name: str, target: Path, bounds: Bounds, linked: Linked) -> os.stat_result:
+    def copy(self, name: str, target: Path, bounds: DockerfileBounds, linked: Linked) -> os.stat_result:
         """Copies one file, or one link as a link, with its mode and times; makes a directory. Returns its status.
 
         Args:
@@ -255,7 +255,7 @@ def lay_out(
         ConfigError: a link leads out of the context, or what a name holds is more than a build may take.
     """
     excluded = patterns(exclude)
-    bounds, known = Bounds(), Known()
+    bounds, known = DockerfileBounds(), Known()
     for number, name in enumerate(names):
         place = target / str(number)
         place.mkdir(parents=True)
@@ -281,7 +281,7 @@ def _below(top: str, excluded: Excluded) -> Excluded:
     return lambda path: excluded(posixpath.relpath(path, top))
 
 
-def _copy_directory(context: Context, top: str, item: Path, bounds: Bounds, excluded: Excluded) -> None:
+def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBounds, excluded: Excluded) -> None:
     linked: Linked = {}
     directories: dict[str, os.stat_result] = {}
     directories[top] = context.copy(top, item, bounds, linked)

@@ -15,7 +15,7 @@ from pathlib import Path
 from megaflow_hpc.environments.images.dockerfile.context import Context
 from megaflow_hpc.environments.images.dockerfile.instructions import MAX_CHARACTERS
 from megaflow_hpc.environments.images.dockerfile.reader import Reader
-from megaflow_hpc.environments.images.dockerfile.steps import Copy, Run, Stage, copies
+from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep, Stage, copies
 from megaflow_hpc.environments.images.dockerfile.words import is_known, literal
 
 
@@ -75,7 +75,7 @@ class Dockerfile:
     @property
     def needs_build(self) -> bool:
         """Whether there is more than a base image, variables, a directory and a user."""
-        made = any(isinstance(step, Copy | Run) for step in self.last.steps)
+        made = any(isinstance(step, Copy | RunStep) for step in self.last.steps)
         return made or not all(map(is_known, self.last.variables.values()))
 
     @property

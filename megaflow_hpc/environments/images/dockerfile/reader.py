@@ -22,14 +22,14 @@ from megaflow_hpc.environments.images.dockerfile.steps import (
     Copy,
     Env,
     Mount,
-    Run,
+    RunStep,
     Stage,
     Workdir,
     copies,
 )
 from megaflow_hpc.environments.images.dockerfile.words import (
-    Reference,
     Text,
+    VariableReference,
     WordError,
     expand,
     is_known,
@@ -178,7 +178,7 @@ class Reader:
         stage.steps.append(Env("export " + " ".join(f"{name}={shell_word(text)}" for name, text in pairs)))
         for name, text in pairs:
             # What only the base image knows is looked up once, by the shell; from then on the variable stands for it.
-            stage.variables[name] = text if is_known(text) else [Reference(name)]
+            stage.variables[name] = text if is_known(text) else [VariableReference(name)]
             stage.args.pop(name, None)
 
     def _take_workdir(self, found: DockerfileInstruction) -> None:
@@ -219,7 +219,7 @@ class Reader:
         known = {name: value for name, value in self._build_args.items() if name in _WITHOUT_ARG}
         known |= {name: literal(text) for name, text in stage.args.items()}
         mounts = [mount for text in options.get("mount", []) if (mount := self._mount(text))]
-        stage.steps.append(Run(argv, stage.workdir or ".", stage.user, known, self._line, mounts))
+        stage.steps.append(RunStep(argv, stage.workdir or ".", stage.user, known, self._line, mounts))
 
     def _mount(self, text: str) -> Mount | None:
         fields = dict(part.partition("=")[::2] for part in self._text(text).split(","))

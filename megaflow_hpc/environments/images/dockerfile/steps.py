@@ -13,7 +13,7 @@ DEFAULT_SHELL = ("/bin/sh", "-c")
 
 
 @dataclass
-class Run:
+class RunStep:
     """``RUN``: words, or a text for the shell. ``exports``: variables of ``ARG``, for this step alone."""
 
     argv: list[str]
@@ -73,7 +73,7 @@ class Workdir:
     """Who owns it then."""
 
 
-Step = Run | Copy | Env | Workdir
+Step = RunStep | Copy | Env | Workdir
 
 
 @dataclass
@@ -102,6 +102,6 @@ def copies(stage: Stage) -> list[Copy]:
     for step in stage.steps:
         if isinstance(step, Copy):
             found.append(step)
-        elif isinstance(step, Run):
+        elif isinstance(step, RunStep):
             found += [mount.copy for mount in step.mounts if mount.copy]
     return found

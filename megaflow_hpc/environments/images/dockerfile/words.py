@@ -22,13 +22,13 @@ class WordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Reference:
+class VariableReference:
     """A variable whose value only the build knows."""
 
     name: str
 
 
-Text = Sequence[str | Reference]
+Text = Sequence[str | VariableReference]
 """A value in parts."""
 
 
@@ -39,7 +39,7 @@ def literal(text: Text) -> str:
         WordError: names a variable in it that the file does not set.
     """
     for part in text:
-        if isinstance(part, Reference):
+        if isinstance(part, VariableReference):
             raise WordError(
                 f"${part.name} is set neither by ARG nor by ENV in this file; set it, or write the value out"
             )
@@ -48,13 +48,14 @@ def literal(text: Text) -> str:
 
 def is_known(text: Text) -> bool:
     """Whether the file alone tells the value."""
-    return not any(isinstance(part, Reference) for part in text)
+    return not any(isinstance(part, VariableReference) for part in text)
 
 
 def shell_word(text: Text) -> str:
     """The value as one word of a POSIX shell script."""
     return (
-        "".join(f'"${{{part.name}-}}"' if isinstance(part, Reference) else shlex.quote(part) for part in text) or "''"
+        "".join(f'"${{{part.name}-}}"' if isinstance(part, VariableReference) else shlex.quote(part) for part in text)
+        or "''"
     )
 
 
@@ -76,8 +77,8 @@ def words(text: str, scope: Mapping[str, Text]) -> list[Text]:
 def _scan(
     text: str, scope: Mapping[str, Text], *, quotes: bool, split: bool, defaulted: list[str] | None = None
 ) -> list[Text]:
-    found: list[list[str | Reference]] = []
-    current: list[str | Reference] | None = None if split else []
+    found: list[list[str | VariableReference]] = []
+    current: list[str | VariableReference] | None = None if split else []
     quote = ""
     position = 0
     while position < len(text):
@@ -150,7 +151,7 @@ FROM_BASE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "LC_ALL")
 
 
 def _value(name: str, scope: Mapping[str, Text]) -> Text:
-    return scope[name] if name in scope else [Reference(name)]
+    return scope[name] if name in scope else [VariableReference(name)]
 
 
 def _closing(text: str, position: int) -> int:
@@ -164,9 +165,9 @@ def _closing(text: str, position: int) -> int:
     raise WordError(f"{text!r}: ${{ is not closed; add }}")
 
 
-def _join(parts: list[str | Reference]) -> Text:
-    joined: list[str | Reference] = []
-    for is_reference, run in itertools.groupby(parts, lambda part: isinstance(part, Reference)):
+def _join(parts: list[str | VariableReference]) -> Text:
+    joined: list[str | VariableReference] = []
+    for is_reference, run in itertools.groupby(parts, lambda part: isinstance(part, VariableReference)):
         if is_reference:
             joined += run
         elif text := "".join(map(str, run)):

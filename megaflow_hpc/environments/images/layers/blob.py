@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from megaflow_hpc.errors import SandboxError, SiteError
-from megaflow_hpc.host.tar import Refused, TarReader
+from megaflow_hpc.host.tar import RefusedMember, TarReader
 
 try:
     from isal import isal_zlib
@@ -27,9 +27,9 @@ else:
 
 BLOCK = 4096
 """A file system gives out blocks, and at least one for what is not empty."""
-LARGEST = 1 << 40
+MAX_LAYER_BYTES = 1 << 40
 """Bytes that a layer may hold, and the size of what it was compressed to."""
-MOST_ENTRIES = 20_000_000
+MAX_ENTRIES = 20_000_000
 
 _CHUNK = 1 << 18
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -72,7 +72,7 @@ class LayerStream(io.RawIOBase):
         try:
             return self._inflater(data)
         except Exception as error:  # each library has a class of its own
-            raise Refused(f"not to be decompressed: {error}") from None
+            raise RefusedMember(f"not to be decompressed: {error}") from None
 
     def readable(self) -> bool:
         """Whether it can be read: always."""
@@ -132,7 +132,7 @@ class _Gunzip:
 
 
 class Tally:
-    """Counts what a layer's files take once unpacked; raises :class:`Refused` beyond all reason."""
+    """Counts what a layer's files take once unpacked; raises :class:`RefusedMember` beyond all reason."""
 
     def __init__(self) -> None:
         self.bytes = self.inodes = 0
@@ -141,8 +141,8 @@ class Tally:
         """Counts a file of ``size`` bytes, or something else."""
         self.bytes += BLOCK if is_directory else -(-size // BLOCK) * BLOCK
         self.inodes += 1
-        if self.bytes > LARGEST or self.inodes > MOST_ENTRIES:
-            raise Refused("more files than a layer may have")
+        if self.bytes > MAX_LAYER_BYTES or self.inodes > MAX_ENTRIES:
+            raise RefusedMember("more files than a layer may have")
 
 
 def measure(blob: BinaryIO, digest: str) -> LayerFacts:
@@ -155,7 +155,7 @@ def measure(blob: BinaryIO, digest: str) -> LayerFacts:
     try:
         for member in TarReader(stream):  # type: ignore[arg-type]
             tally.add(member.size, is_directory=member.kind == "directory")
-    except Refused as error:
+    except RefusedMember as error:
         why = str(error)
     found, size = stream.finish()
     if found != digest:

@@ -22,23 +22,23 @@ from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.layers.blob import LayerStream
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK
 from megaflow_hpc.environments.images.layers.packing import Attributes
-from megaflow_hpc.environments.images.layers.view import HIDDEN, Entry
+from megaflow_hpc.environments.images.layers.view import HIDDEN, ViewEntry
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.apptainer import clean_environment
 from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Refused, TarReader
+from megaflow_hpc.host.tar import RefusedMember, TarReader
 from megaflow_hpc.host.unpack import plain
 
-_Node: TypeAlias = dict[str, Union[Entry, "_Node"]]
+_Node: TypeAlias = dict[str, Union[ViewEntry, "_Node"]]
 _SELF = ""
 _KINDS = {"-": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK}
 _MEMBERS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
-_IMPLICIT = Entry(stat.S_IFDIR, Attributes(0o755))
+_IMPLICIT = ViewEntry(stat.S_IFDIR, Attributes(0o755))
 _LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) (\S+ \S+) squashfs-root(.*)", re.DOTALL)
 
 
-class Listing:
+class LayerListing:
     """A layer by what was noted of it; see :class:`.view.Layer`.
 
     Args:
@@ -49,7 +49,7 @@ class Listing:
         self._root: _Node = {_SELF: _IMPLICIT}
         self._reader = reader
 
-    def add(self, path: str, entry: Entry) -> None:
+    def add(self, path: str, entry: ViewEntry) -> None:
         """Notes an entry; what is above it is a directory, if nothing else is known of it."""
         node = self._root
         parts = [part for part in path.split("/") if part]
@@ -66,12 +66,12 @@ class Listing:
         else:
             node[parts[-1]] = entry
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> ViewEntry | None:
         """See :class:`.view.Layer`."""
         found = self._at(path)
         if isinstance(found, dict):
             own = found[_SELF]
-            assert isinstance(own, Entry)
+            assert isinstance(own, ViewEntry)
             return own
         return found
 
@@ -85,8 +85,8 @@ class Listing:
         """See :class:`.view.Layer`."""
         return self._reader(path, limit)
 
-    def _at(self, path: str) -> Entry | _Node | None:
-        node: Entry | _Node | None = self._root
+    def _at(self, path: str) -> ViewEntry | _Node | None:
+        node: ViewEntry | _Node | None = self._root
         for part in path.split("/") if path else ():
             if not isinstance(node, dict):
                 return None
@@ -94,9 +94,9 @@ class Listing:
         return node
 
 
-def of_blob(blob: str | os.PathLike[str]) -> Listing:
+def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
     """Lists a layer; raises :class:`SandboxError` for what is none."""
-    listing = Listing(lambda path, limit: _read_blob(blob, path, limit))
+    listing = LayerListing(lambda path, limit: _read_blob(blob, path, limit))
     opaque = []
     with open(blob, "rb", buffering=0) as file:
         try:
@@ -110,19 +110,19 @@ def of_blob(blob: str | os.PathLike[str]) -> Listing:
                     listing.add("/".join([*parts[:-1], parts[-1].removeprefix(DELETED)]), HIDDEN)
                 elif member.kind == "hardlink":
                     known = listing.entry("/".join(os.fsdecode(part) for part in plain(member.target)))
-                    listing.add(path, known or Entry(stat.S_IFREG, attributes))
+                    listing.add(path, known or ViewEntry(stat.S_IFREG, attributes))
                 elif member.kind in _MEMBERS:
-                    listing.add(path, Entry(_MEMBERS[member.kind], attributes, os.fsdecode(member.target)))
-        except Refused as error:
+                    listing.add(path, ViewEntry(_MEMBERS[member.kind], attributes, os.fsdecode(member.target)))
+        except RefusedMember as error:
             raise SandboxError(f"{os.fspath(blob)}: not a layer of an image: {error}") from error
     for path in opaque:
         known = listing.entry(path) or _IMPLICIT
-        listing.add(path, Entry(stat.S_IFDIR, known.attributes, opaque=True))
+        listing.add(path, ViewEntry(stat.S_IFDIR, known.attributes, opaque=True))
     return listing
 
 
 def _read_blob(blob: str | os.PathLike[str], path: str, limit: int) -> bytes:
-    with suppress(OSError, Refused), open(blob, "rb", buffering=0) as file:
+    with suppress(OSError, RefusedMember), open(blob, "rb", buffering=0) as file:
         reader = TarReader(LayerStream(file))  # type: ignore[arg-type]
         for member in reader:
             if member.kind == "file" and b"/".join(plain(member.name)) == os.fsencode(path):
@@ -130,7 +130,7 @@ def _read_blob(blob: str | os.PathLike[str], path: str, limit: int) -> bytes:
     return b""
 
 
-def of_sif(image: str) -> Listing:
+def of_sif(image: str) -> LayerListing:
     """Lists a SIF's files by ``unsquashfs``.
 
     Raises:
@@ -141,7 +141,7 @@ def of_sif(image: str) -> Listing:
     if program is None:
         raise SiteError("unsquashfs: not on PATH, which images are looked into with; install squashfs-tools")
     offset = str(sif.system_partition(image).offset)
-    listing = Listing(lambda path, limit: _read_sif(str(program), image, offset, path, limit))
+    listing = LayerListing(lambda path, limit: _read_sif(str(program), image, offset, path, limit))
     done = subprocess.run(
         [*dies_with_parent(), program, "-o", offset, "-lln", image],
         stdin=subprocess.DEVNULL,
@@ -158,7 +158,7 @@ def of_sif(image: str) -> Listing:
             if letter == "l":
                 path, _, target = path.partition(" -> ")
             kind = _KINDS.get(letter, stat.S_IFREG)
-            listing.add(path, Entry(kind, Attributes(_mode(bits), int(uid), int(gid), _seconds(moment)), target))
+            listing.add(path, ViewEntry(kind, Attributes(_mode(bits), int(uid), int(gid), _seconds(moment)), target))
     return listing
 
 

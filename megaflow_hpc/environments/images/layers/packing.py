@@ -20,7 +20,7 @@ from megaflow_hpc.environments.images.layers.blob import (
     deflater,
 )
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, has_opaque_attribute
-from megaflow_hpc.host.tar import Refused
+from megaflow_hpc.host.tar import RefusedMember
 from megaflow_hpc.host.unpack import DEEPEST
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -46,8 +46,8 @@ def attributes_of(found: os.stat_result) -> Attributes:
 class Packer:
     """Writes one layer to ``target``, as a context manager; :meth:`facts` are known after it.
 
-    Names are relative to the image's root. The same entries give the same bytes. Methods raise :class:`Refused` for a
-    name that a layer cannot hold.
+    Names are relative to the image's root. The same entries give the same bytes. Methods raise
+    :class:`RefusedMember` for a name that a layer cannot hold.
     """
 
     def __init__(self, target: Path) -> None:
@@ -98,7 +98,7 @@ class Packer:
         while left:
             data = os.read(descriptor, min(left, _CHUNK))
             if not data:
-                raise Refused(f"{name}: became shorter while it was read")
+                raise RefusedMember(f"{name}: became shorter while it was read")
             self._write(data)
             left -= len(data)
         self._write(bytes(-found.st_size % tarfile.BLOCKSIZE))
@@ -124,7 +124,7 @@ class Packer:
 
     def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
         if name.rpartition("/")[2].startswith(DELETED):
-            raise Refused(
+            raise RefusedMember(
                 f"/{name}: a name that begins with .wh. marks what is gone in a layer; call it something else"
             )
         self._write_header(name, kind, attributes, size, target)
@@ -159,7 +159,7 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
         Refused: nested deeper than anything that reads it could go, or a file with the name of a mark.
     """
     if name.count("/") >= DEEPEST:
-        raise Refused(f"{name[:200]}: more than {DEEPEST} directories in one another")
+        raise RefusedMember(f"{name[:200]}: more than {DEEPEST} directories in one another")
     if name and has_opaque_attribute(directory):
         packer.opaque(name)
     for entry in _entries(directory):

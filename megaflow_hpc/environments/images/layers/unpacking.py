@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.images.layers.blob import (
-    LARGEST,
-    MOST_ENTRIES,
+    MAX_ENTRIES,
+    MAX_LAYER_BYTES,
     LayerFacts,
     LayerStream,
 )
@@ -27,7 +27,7 @@ from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_ATTR
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.tar import Member, Refused, TarReader
+from megaflow_hpc.host.tar import Member, RefusedMember, TarReader
 from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain
 
 _WHITEOUT, _OPAQUE = DELETED.encode(), OPAQUE_MARK.encode()
@@ -80,7 +80,7 @@ def _unpack(blob: str, digest: str, target: Path, *, owners: bool, marks: bool) 
                 reader = TarReader(stream)  # type: ignore[arg-type]
                 for member in reader:
                     layer.add(member, reader)
-        except Refused as error:
+        except RefusedMember as error:
             raise SandboxError(f"{blob}: not a layer of an image: {error}") from error
         found, _ = stream.finish()
     if found != digest:
@@ -99,7 +99,7 @@ class LayerWriter(TreeWriter):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:
-        super().__init__(root, Budget(LARGEST, MOST_ENTRIES))
+        super().__init__(root, Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
         self._owners = owners
         self._marks = marks
         self._directories: dict[Parts, Member] = {}
@@ -125,7 +125,7 @@ class LayerWriter(TreeWriter):
             self._directories[parts] = member
             return
         if not parts:
-            raise Refused("a member without a name")
+            raise RefusedMember("a member without a name")
         name = parts[-1]
         if self._marks and name.startswith(_WHITEOUT):
             self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
@@ -136,7 +136,7 @@ class LayerWriter(TreeWriter):
         elif name.startswith(_WHITEOUT):
             hidden = name.removeprefix(_WHITEOUT)
             if hidden in (b"", b".", b".."):
-                raise Refused(f"{name!r} hides nothing")
+                raise RefusedMember(f"{name!r} hides nothing")
             self._make((*parts[:-1], hidden), lambda parent: os.mknod(hidden, stat.S_IFCHR, 0, dir_fd=parent))
         elif member.kind == "file":
             self.file(parts, reader.content(), member.mode & 0o777)
@@ -159,13 +159,13 @@ class LayerWriter(TreeWriter):
             try:
                 os.unlink(parts[-1], dir_fd=parent)
             except IsADirectoryError:
-                raise Refused(f"{parts[-1][:200]!r} where there is a directory") from None
+                raise RefusedMember(f"{parts[-1][:200]!r} where there is a directory") from None
             make(parent)
         self._written.add(parts)
 
     def _hard_link(self, parts: Parts, source: Parts) -> None:
         if source not in self._written or source == parts:
-            raise Refused(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
+            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
         origin = os.dup(self._open(source[:-1]))
         try:
             self._make(

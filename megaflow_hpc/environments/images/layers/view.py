@@ -18,11 +18,11 @@ from typing import Protocol
 from megaflow_hpc.environments.images.layers.merging import DELETED, is_opaque
 from megaflow_hpc.environments.images.layers.packing import Attributes, attributes_of
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 
 @dataclass(frozen=True)
-class Entry:
+class ViewEntry:
     """What one layer says of a name."""
 
     kind: int
@@ -44,13 +44,13 @@ class Entry:
         return self.kind == stat.S_IFLNK
 
 
-HIDDEN = Entry(0, Attributes(0))
+HIDDEN = ViewEntry(0, Attributes(0))
 
 
 class Layer(Protocol):
     """One layer. ``path`` is relative to the root, empty for the root; its parents are directories of this layer."""
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> ViewEntry | None:
         """Returns what the layer has at ``path``; ``None`` if it says nothing of it."""
 
     def names(self, path: str) -> Iterator[str]:
@@ -60,13 +60,13 @@ class Layer(Protocol):
         """Returns the first ``limit`` bytes of a regular file; empty if it cannot be read."""
 
 
-class View:
+class LayerView:
     """The layers of an image, the topmost first."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> ViewEntry | None:
         """Returns what is at ``path``, no link in it followed: ``None`` where a component is no directory."""
         found, _ = self._look([part for part in path.split("/") if part])
         return found
@@ -111,7 +111,7 @@ class View:
             found, _ = self._look([*names, name])
             if found is not None and found.is_link and (follow or waiting):
                 links += 1
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     raise OSError(f"{path}: too many links in one another")
                 if found.target.startswith("/"):
                     names = []
@@ -126,10 +126,10 @@ class View:
         found, layers = self._look(place.split("/"))
         return layers[0].read(place, limit) if found and found.kind == stat.S_IFREG else b""
 
-    def _look(self, parts: Sequence[str]) -> tuple[Entry | None, list[Layer]]:
+    def _look(self, parts: Sequence[str]) -> tuple[ViewEntry | None, list[Layer]]:
         """What is at a path, and the layers that show through there: of a directory those that it is merged from."""
         layers = list(self.layers)
-        found: Entry | None = None
+        found: ViewEntry | None = None
         for depth in range(len(parts) + 1):
             path = posixpath.join(*parts[:depth]) if depth else ""
             if depth and (found is None or not found.is_directory):
@@ -165,7 +165,7 @@ class Tree:
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> ViewEntry | None:
         """See :class:`Layer`."""
         place = os.path.join(self.root, path) if path else self.root
         parent, _, name = path.rpartition("/")
@@ -182,7 +182,7 @@ class Tree:
             with suppress(OSError):
                 target = os.readlink(place)
         opaque = kind == stat.S_IFDIR and bool(path) and is_opaque(place)
-        return Entry(kind, _in_image(attributes_of(found)), target, opaque)
+        return ViewEntry(kind, _in_image(attributes_of(found)), target, opaque)
 
     def names(self, path: str) -> Iterator[str]:
         """See :class:`Layer`."""

@@ -37,7 +37,7 @@ SLOWEST = 20_000
 """Bytes a second below which a blob is given up, after :data:`GRACE_S`."""
 GRACE_S = 300.0
 REDIRECTS = 5
-MOST_TOKEN = 1 << 20
+MAX_TOKEN_BYTES = 1 << 20
 _CHUNK = 1 << 18
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
 
@@ -256,7 +256,11 @@ class RegistryClient:
         with closing(self._open(request)) as response:
             if response.status in (429, 500, 502, 503, 504):
                 raise _Interrupted(f"{_host(realm)} answers {response.status}")
-            data = self._read(response, MOST_TOKEN, "the answer of its token server") if response.status == 200 else b""
+            data = (
+                self._read(response, MAX_TOKEN_BYTES, "the answer of its token server")
+                if response.status == 200
+                else b""
+            )
             try:
                 answer = json.loads(data or b"{}")
                 token = answer.get("token") or answer.get("access_token")

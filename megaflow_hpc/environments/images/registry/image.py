@@ -21,9 +21,9 @@ from megaflow_hpc.environments.images.registry.client import RegistryClient
 from megaflow_hpc.environments.images.registry.reference import DIGEST, Reference
 from megaflow_hpc.errors import SiteError
 
-MOST_MANIFEST = 4 << 20
+MAX_MANIFEST_BYTES = 4 << 20
 """Bytes of a manifest or a configuration: what other clients allow, too."""
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 AT_ONCE = 3
 """Layers that are fetched side by side."""
 
@@ -199,14 +199,14 @@ def _describe(client: RegistryClient) -> RemoteImage:
         digest, manifest = _manifest(client, chosen.digest)
     if manifest.config is None or manifest.layers is None:
         raise SiteError(f"{reference}: its manifest lists no layers")
-    if len(manifest.layers) > MOST_LAYERS:
-        raise SiteError(f"{reference}: {len(manifest.layers)} layers; at most {MOST_LAYERS} are taken")
+    if len(manifest.layers) > MAX_LAYERS:
+        raise SiteError(f"{reference}: {len(manifest.layers)} layers; at most {MAX_LAYERS} are taken")
     for layer in manifest.layers:
         if layer.media_type not in _LAYERS:
             raise SiteError(f"{reference}: {layer.media_type[:200]!r} is no layer of a container image")
     size, what = manifest.config.size, f"{reference}: its configuration"
-    if size > MOST_MANIFEST:
-        raise SiteError(f"{what} has {size} bytes, at most {MOST_MANIFEST} are read")
+    if size > MAX_MANIFEST_BYTES:
+        raise SiteError(f"{what} has {size} bytes, at most {MAX_MANIFEST_BYTES} are read")
     configuration = _decoded(client.small_blob(manifest.config.digest, size), _Configuration, what)
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
     if (configuration.os or "linux", configuration.architecture or wanted) != ("linux", wanted):
@@ -229,7 +229,7 @@ def _describe(client: RegistryClient) -> RemoteImage:
 
 
 def _manifest(client: RegistryClient, version: str) -> tuple[str, _Manifest]:
-    data, media_type = client.manifest(version, ", ".join((*_MANIFESTS, *_INDEXES)), MOST_MANIFEST)
+    data, media_type = client.manifest(version, ", ".join((*_MANIFESTS, *_INDEXES)), MAX_MANIFEST_BYTES)
     manifest = _decoded(data, _Manifest, f"{client.reference}: its manifest")
     kind = manifest.media_type or media_type
     if kind.startswith("application/vnd.") and kind not in (*_MANIFESTS, *_INDEXES):

@@ -112,7 +112,7 @@ class RunningCommand:
         )
 
 
-class Workers:
+class CommandWorkers:
     """The workers of one container's runner.
 
     Args:

@@ -16,9 +16,9 @@ from contextlib import suppress
 from megaflow_hpc.environments.sandbox.commands.command import (
     FIRST_WORKERS,
     MARKER,
+    CommandWorkers,
     RunningCommand,
     Worker,
-    Workers,
     command_text,
     make_fifo,
     one_line,
@@ -75,7 +75,7 @@ class CommandDispatcher:
         self._sessions = 0
         self._number = 0
         self._commands: dict[int, RunningCommand] = {}
-        self.workers = Workers(control, spawn)
+        self.workers = CommandWorkers(control, spawn)
         self._pairs = StreamPairs(control)
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 

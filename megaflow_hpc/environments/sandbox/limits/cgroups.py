@@ -69,7 +69,7 @@ def prepare(group: Path) -> bool:
     return True
 
 
-class Group:
+class Cgroup:
     """The control group of one sandbox."""
 
     def __init__(self, parent: Path, name: str, spec: SandboxSpec) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from megaflow_hpc.environments.sandbox.limits.cgroups import Group
+from megaflow_hpc.environments.sandbox.limits.cgroups import Cgroup
 from megaflow_hpc.environments.sandbox.limits.usage import TICKS, Look, Process
 
 Processes = Mapping[int, Process]
@@ -76,7 +76,7 @@ class CpuTime:
         """CPU seconds since the beginning, at the last look."""
         return self._earlier + self.seconds
 
-    def renew(self, group: Group | None) -> None:
+    def renew(self, group: Cgroup | None) -> None:
         """Counts from zero again."""
         self._earlier = self.total
         self._before = self._now = self._lost = 0.0
@@ -90,7 +90,7 @@ class CpuTime:
         self._processes = {}
         self.leaks = False
 
-    def look(self, init: int, seen: Look, group: Group | None, processors: int, now: float) -> float:
+    def look(self, init: int, seen: Look, group: Cgroup | None, processors: int, now: float) -> float:
         """Takes in a look; returns the CPU seconds since the last one."""
         last = self._now
         kernel = group.cpu_s() if group is not None else None

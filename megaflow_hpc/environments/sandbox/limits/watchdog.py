@@ -1,9 +1,9 @@
 """The watchdog holds sandboxes to their limits, without root: one thread for all sandboxes of a process.
 
 The thread polls the node 20 times a second for three cheap figures: available memory, free space of scratch, and open
-files. It looks at one sandbox (:class:`Watch`) twice a second while that works and every two seconds while it idles. It
-looks at once if the node has lost a good part of what the sandbox may still take. So the cost depends on what happens
-and not on the number of sandboxes, and a hog is seen within one poll.
+files. It looks at one sandbox (:class:`SandboxWatch`) twice a second while that works and every two seconds while it
+idles. It looks at once if the node has lost a good part of what the sandbox may still take. So the cost depends on what
+happens and not on the number of sandboxes, and a hog is seen within one poll.
 
 A breach of memory, processes, disk or descriptors ends the command that uses most. It ends the whole container if no
 command can be named, because a process wiped its environment. A breach of CPU or wall time ends the sandbox. If the
@@ -86,7 +86,7 @@ class Node(NamedTuple):
     """Open files."""
 
 
-class Watch:
+class SandboxWatch:
     """One sandbox under watch.
 
     Call ``attach`` and ``detach`` as its containers start and end, and ``renew`` to count CPU and wall time from zero.
@@ -102,7 +102,7 @@ class Watch:
         self.occupied = 0
         """Bytes in them that the sandbox did not write: a copy of the image, files for its verifier."""
         self.init: Identity | None = None
-        self.group: cgroups.Group | None = None
+        self.group: cgroups.Cgroup | None = None
         self.cpus: frozenset[int] = frozenset()
         self.due = 0.0
         self._poked = False
@@ -341,7 +341,7 @@ class Watchdog:
 
     def __init__(self, scratch: str) -> None:
         self._scratch = scratch
-        self._watches: set[Watch] = set()
+        self._watches: set[SandboxWatch] = set()
         self._pinned: Counter[int] = Counter()
         self._number = 0
         group = cgroups.delegated()
@@ -350,20 +350,20 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: SandboxWatch) -> None:
         """Chooses the sandbox's processors and begins to watch it."""
         with self._lock:
             watch.cpus = self._choose_cpus(watch.spec.cpus)
             if self._group is not None:
                 self._number += 1
                 name = f"megaflow-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
-                watch.group = cgroups.Group(self._group, name, watch.spec)
+                watch.group = cgroups.Cgroup(self._group, name, watch.spec)
             self._watches.add(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sandbox limits", daemon=True)
                 self._thread.start()
 
-    def unwatch(self, watch: Watch) -> None:
+    def unwatch(self, watch: SandboxWatch) -> None:
         """Ends the watch of a sandbox. Idempotent."""
         with self._lock:
             if watch in self._watches:

@@ -33,11 +33,11 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Apptainer makes none in a root that it does not overlay itself."""
 
 
-MOST_LOWERS = 400
+MAX_LOWERS = 400
 """Lower directories of one overlay: the kernel takes 500, and what names them has to fit into a page."""
-_LONGEST_NAMES = 3400
+_MAX_NAMES_BYTES = 3400
 """Bytes of their names; the rest of the page is for the other options."""
-_SHORTEST_NAME = 4
+_MIN_NAME_BYTES = 4
 """Bytes of a link's name, which is a number, and what divides it from the next."""
 
 
@@ -119,8 +119,8 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
     Raises:
         SandboxError: there are more of them than the kernel takes.
     """
-    if len(lowers) > MOST_LOWERS:
-        raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MOST_LOWERS}")
+    if len(lowers) > MAX_LOWERS:
+        raise SandboxError(f"{layer}: an image of {len(lowers)} layers; an overlay takes {MAX_LOWERS}")
     links = f"{layer}.links"
     remove_tree(links)
     os.mkdir(links, 0o700)
@@ -132,13 +132,13 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
 
 
 def _linked(lowers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names lower directories by as few links as do, in :data:`_LONGEST_NAMES`, and returns the names with the links:
+    """Names lower directories by as few links as do, in :data:`_MAX_NAMES_BYTES`, and returns the names with the links:
     name → target."""
     places = [os.path.dirname(os.path.dirname(lower)) for lower in lowers]
     together = Counter(places)
     links: dict[str, str] = {}
     names: list[str] = []
-    left = _LONGEST_NAMES - _SHORTEST_NAME * len(lowers)
+    left = _MAX_NAMES_BYTES - _MIN_NAME_BYTES * len(lowers)
     for lower, place in zip(lowers, places, strict=True):
         below = lower[len(place) :]
         beside = together[place] > 1 and len(below) <= left and not odd(below)

@@ -5,7 +5,7 @@ run, the directory is renamed, and a new one gets the changes that the tests may
 All other files are then the image's again. The agent controls the contents of the layer, so no function here follows
 symbolic links in it.
 
-``image`` is a view of all layers of the image (images/layers/view.py), or ``None`` if the host cannot read its files.
+``image`` is a view of all layers of the image (images/layers/view.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_MARK, is_opaque, move, open_to_owner
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.host.files import remove_tree
 
 RUNTIME = (".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity")
@@ -31,7 +31,7 @@ PROGRAM_DIRS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/loca
 
 
 @dataclass(frozen=True)
-class Rules:
+class KeepRules:
     """Rules for which of an agent's changes tests see. Paths are relative to the root directory."""
 
     kept: Sequence[str] = ()
@@ -59,7 +59,7 @@ class Rules:
         above = [os.path.dirname(place) for place in self.programs if os.path.basename(place) in ("bin", "sbin")]
         return [place for place in (*self.programs, *self.loaded, *above) if place]
 
-    def within(self, image: View) -> Rules:
+    def within(self, image: LayerView) -> KeepRules:
         """Returns the rules extended by the targets of their paths, with the image's symbolic links resolved."""
 
         def both(paths: Sequence[str]) -> list[str]:
@@ -67,7 +67,7 @@ class Rules:
 
         home = _resolved(image, self.home)
         kept, programs, loaded = both(self.kept), both(self.programs), both(self.loaded)
-        return Rules(kept, self.additions, self.everywhere, programs, loaded, home)
+        return KeepRules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
         """Returns whether the rules name a path at or below ``path``. If so, its entries are sorted one by one."""
@@ -86,10 +86,10 @@ class Sifted:
     deleted, and new programs that shadow a program of the image."""
 
 
-def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
-    """Sorts the paths of a layer. If ``image`` is ``None``, no path counts as an addition."""
+def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
+    """Sorts the paths of a layer."""
     found = Sifted()
-    rules = rules.within(image) if image else rules
+    rules = rules.within(image)
     names: set[str] | None = None
     waiting = [""]
     while waiting:
@@ -101,7 +101,7 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
             if name == OPAQUE_MARK or entry in rules.kept:
                 continue
             real, system = _is_directory(upper / entry), rules.is_system(path)
-            known = image.entry(path) if image else None
+            known = image.entry(path)
             remade = real and system and is_opaque(str(upper / entry))
             if rules.leads(path) and real and (known is None or known.is_directory):
                 waiting.append(entry)
@@ -113,7 +113,7 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
                 found.kept.append(entry)
             elif known and known.is_directory and real and not remade:
                 waiting.append(entry)
-            elif known or image is None or entry != path:
+            elif known or entry != path:
                 found.dropped.append(path)
                 found.false += [path] if known and system else []
             elif rules.additions and not system:
@@ -129,7 +129,7 @@ def sift(upper: Path, image: View | None, rules: Rules) -> Sifted:
     return found
 
 
-def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: View | None = None) -> list[str]:
+def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView | None = None) -> list[str]:
     """Renames the layer to ``aside`` and moves only ``paths`` back to a new layer. Returns the paths that were moved.
 
     Moving keeps deletions (the overlay's whiteouts) and times. Paths behind a symbolic link of the agent stay in
@@ -158,17 +158,17 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
     os.rename(aside, upper)
 
 
-def restore(upper: Path, image: View | None, kept: Sequence[str]) -> None:
+def restore(upper: Path, image: LayerView, kept: Sequence[str]) -> None:
     """Restores the image's programs, libraries and settings in a layer. Other additions of the agent stay."""
-    for path in sift(upper, image, Rules(kept)).false:
+    for path in sift(upper, image, KeepRules(kept)).false:
         revert(upper, path)
 
 
-def mend(upper: Path, image: View | None, workdir: str | None) -> None:
+def mend(upper: Path, image: LayerView, workdir: str | None) -> None:
     """Restores the image's system directories, so that a container starts even if the agent broke them."""
     broken = upper.with_name("broken")
     place = (workdir or "/").strip("/")
-    rules = Rules([place] if place else [], everywhere=not place)
+    rules = KeepRules([place] if place else [], everywhere=not place)
     keep = [path for path in sift(upper, image, rules).kept if path != place or _is_directory(upper / path)]
     keep_only(upper, broken, keep, image)
     remove_tree(broken)
@@ -221,7 +221,7 @@ def replace(upper: Path, path: str, aside: Path) -> None:
     os.rename(aside, place)
 
 
-def _move(source: Path, target: Path, parts: Sequence[str], image: View | None = None) -> bool:
+def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | None = None) -> bool:
     """Moves one path to another layer. Returns ``False`` if it is missing or behind a symbolic link."""
     here, there = source, target
     for depth, part in enumerate(parts[:-1], 1):
@@ -240,7 +240,7 @@ def _move(source: Path, target: Path, parts: Sequence[str], image: View | None =
     return True
 
 
-def _resolved(image: View, directory: str) -> str:
+def _resolved(image: LayerView, directory: str) -> str:
     try:
         return image.resolve(directory)
     except OSError:  # links in a circle

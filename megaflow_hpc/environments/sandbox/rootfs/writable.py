@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.environments.images.layers.merging import DELETED
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import snapshot
 from megaflow_hpc.environments.sandbox.rootfs import copies
 from megaflow_hpc.environments.sandbox.rootfs.access import Access
@@ -38,8 +38,8 @@ class LayerPaths:
 
     upper: Path
     """The overlay's upper directory: what the sandbox changed."""
-    image: View | None
-    """The image below it; ``None`` where its files cannot be seen from the host."""
+    image: LayerView
+    """The image below it."""
 
 
 class WritableLayer:
@@ -93,8 +93,7 @@ class WritableLayer:
                 place = below
             file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
         except FileNotFoundError:
-            image = None if self._access.copies else self._access.image
-            return self._access.copies or (image is not None and not leads(image, parts)), None
+            return self._access.copies or not leads(self._access.image, parts), None
         except OSError:  # a link, or what its maker may read and we may not
             return False, None
         finally:
@@ -153,7 +152,7 @@ class WritableLayer:
         return said.decode().strip()
 
 
-def leads(image: View, parts: Sequence[str]) -> bool:
+def leads(image: LayerView, parts: Sequence[str]) -> bool:
     """Whether a path leads, or a link in it may lead, to something in an image."""
     for depth in range(1, len(parts) + 1):
         found = image.entry("/".join(parts[:depth]))

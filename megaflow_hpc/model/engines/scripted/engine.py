@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from megaflow_hpc.model.api import CHAT, COMPLETIONS
-from megaflow_hpc.model.engines.scripted.script import Answer, Script
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.engines.scripted.tokens import END, OTHER, answer_text, logprob, render
 
 SLEEPS = frozenset({"weights", "kv_cache"})
@@ -93,7 +93,9 @@ class ScriptedEngine:
         text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
         return await self._reply(body, self.script.answer([{"role": "user", "content": text}]), tokens, chat=False)
 
-    async def _reply(self, body: Mapping[str, Any], answer: Answer, prompt: list[int], *, chat: bool) -> web.Response:
+    async def _reply(
+        self, body: Mapping[str, Any], answer: ScriptedAnswer, prompt: list[int], *, chat: bool
+    ) -> web.Response:
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 0
         if refused := await self.refusal(answer, len(prompt), wanted):
             return refused
@@ -116,7 +118,7 @@ class ScriptedEngine:
     def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """Called with each answer that is given; overridden where answers are logged."""
 
-    async def refusal(self, answer: Answer, prompt: int, wanted: int) -> web.Response | None:
+    async def refusal(self, answer: ScriptedAnswer, prompt: int, wanted: int) -> web.Response | None:
         """Waits as long as the answer takes, then returns an error to give instead of it, or ``None``.
 
         Args:
@@ -160,7 +162,7 @@ async def _refuse_what_is_no_request(request: web.Request, handler: Handler) -> 
         return error(400, f"the request's body: {type(mistake).__name__}: {str(mistake)[:200]}")
 
 
-def message_of(answer: Answer) -> dict[str, Any]:
+def message_of(answer: ScriptedAnswer) -> dict[str, Any]:
     """Returns a scripted answer as an OpenAI message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning:

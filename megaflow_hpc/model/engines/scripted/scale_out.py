@@ -16,7 +16,7 @@ from aiohttp import web
 
 from megaflow_hpc.model.api import DERENDER, GENERATE, RENDER, TEXTS
 from megaflow_hpc.model.engines.scripted import engine
-from megaflow_hpc.model.engines.scripted.script import Answer
+from megaflow_hpc.model.engines.scripted.script import ScriptedAnswer
 from megaflow_hpc.model.engines.scripted.tokens import (
     END,
     OTHER,
@@ -72,7 +72,7 @@ class SplitEngine(engine.ScriptedEngine):
         body = await engine.body_of(request)
         prompt, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
         messages, tools = parse_prompt(prompt)
-        answer: Answer = self.script.answer(messages, tools)
+        answer: ScriptedAnswer = self.script.answer(messages, tools)
         if refused := await self.refusal(answer, len(prompt), limit):
             return refused
         message = engine.message_of(answer)

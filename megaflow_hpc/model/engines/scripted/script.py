@@ -42,7 +42,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScriptedAnswer:
     """One scripted answer: given after ``delay_s`` seconds; an HTTP error unless ``status`` is 200."""
 
     text: str = ""
@@ -57,7 +57,7 @@ class ScriptedTask:
     """The answers to conversations in which ``pattern`` is found; the last one repeats."""
 
     pattern: re.Pattern[str]
-    answers: tuple[Answer, ...]
+    answers: tuple[ScriptedAnswer, ...]
 
     @property
     def tools(self) -> set[str]:
@@ -70,9 +70,9 @@ class Script:
     """The answers of a scripted engine; ``default`` where no task matches."""
 
     tasks: tuple[ScriptedTask, ...] = ()
-    default: tuple[Answer, ...] = (Answer(DEFAULT),)
+    default: tuple[ScriptedAnswer, ...] = (ScriptedAnswer(DEFAULT),)
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> Answer:
+    def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[str] = ()) -> ScriptedAnswer:
         """Returns the next answer in a conversation that offers these tools."""
         conversation = "\n".join(text_of(m) for m in messages)
         turn = sum(m.get("role") == "assistant" for m in messages)
@@ -110,9 +110,9 @@ def load(path: Path) -> Script:
     return Script(tuple(tasks), default)
 
 
-def _answer(value: Any, path: Path, where: str) -> Answer:
+def _answer(value: Any, path: Path, where: str) -> ScriptedAnswer:
     if isinstance(value, str):
-        return Answer(value)
+        return ScriptedAnswer(value)
     if not isinstance(value, dict) or set(value) - _KEYS:
         raise ConfigError(
             f"{where}: an answer is a text, or has the keys text or file, reasoning, delay_s, status, tool and "
@@ -126,7 +126,7 @@ def _answer(value: Any, path: Path, where: str) -> Answer:
             raise ConfigError(f"{where}: {value['file']}: {error.strerror}") from error
     calls = tuple(_call(call, where) for call in value.get("tools") or ([value] if "tool" in value else []))
     delay_s, status = float(value.get("delay_s", 0.0)), int(value.get("status", 200))
-    return Answer(text, delay_s, status, calls, str(value.get("reasoning", "")))
+    return ScriptedAnswer(text, delay_s, status, calls, str(value.get("reasoning", "")))
 
 
 def _call(value: Any, where: str) -> ToolCall:

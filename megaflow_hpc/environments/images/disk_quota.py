@@ -1,8 +1,8 @@
-"""How much a user may still write to a directory: what the file system has free, and what quotas leave; and so where
-stores of images lie.
+"""Says how much a user may still write to a directory, and chooses the directory of the image store by that.
 
-``quota`` (NFS, XFS, ext4) and ``lfs quota`` (Lustre) are asked where they are; each has :data:`ASK_S` seconds, and one
-that fails, or prints what nobody understands, limits nothing.
+The answer counts the free space of the file system and what quotas leave. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
+(Lustre) are called if they are installed. Each has :data:`QUOTA_TIMEOUT_S` seconds. If one fails or prints unknown
+output, it limits nothing.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from pathlib import Path
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.private import who_may_replace
 
-ASK_S = 5.0
+QUOTA_TIMEOUT_S = 5.0
 _KIB = 1024
 
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
-"""Directories, separated by colons; the first is the one written to."""
+"""Names the directories of stores, separated by colons. The first is written to."""
 
-ROOMS = ("sha256", "names", "layers", "steps", "work")
-"""Directories of a store."""
-PLACES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
-"""Variables by which sites name directories for large files that every node sees."""
-ROOMY_BYTES, ROOMY_INODES = 20e9, 50_000
-"""Free at a place for a store to be begun there."""
-LEAST_BYTES, LEAST_INODES = 1e9, 1000
-"""Below this no image is made: it would fail half-way, or leave nothing for other files."""
-LOOK_S = 60.0
-"""How long a store that had room is not looked at again: quotas cost a program each."""
-_roomy_until: dict[Path, float] = {}
+STORE_DIRECTORIES = ("sha256", "names", "layers", "steps", "work")
+"""Subdirectories of a store."""
+SITE_VARIABLES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
+"""Variables by which sites name directories for large files that all nodes share."""
+NEW_STORE_BYTES, NEW_STORE_INODES = 20e9, 50_000
+"""Space that a directory must have free for a new store."""
+MIN_FREE_BYTES, MIN_FREE_INODES = 1e9, 1000
+"""With less free space no image is built or pulled, because that could fail half-way or fill the quota."""
+RECHECK_INTERVAL_S = 60.0
+"""A store that had space is checked again after this time. Each check starts programs."""
+_checked_until: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
-class Room:
-    """What may still be written below ``path``; infinity where nothing bounds it."""
+class DiskQuota:
+    """Bytes and inodes that the user may still write below ``path``. Infinity means no limit."""
 
     path: str
     free_bytes: float
     free_inodes: float
     bytes_by: str = "the file system"
-    """What bounds the bytes: ``the file system``, ``quota`` or ``lfs quota``."""
+    """The limit on bytes: ``the file system``, ``quota`` or ``lfs quota``."""
     inodes_by: str = "the file system"
 
 
-def room(path: str | os.PathLike[str]) -> Room:
-    """Returns the room at a path; where it is not there yet, at the directory above it that is.
+def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
+    """Returns the quota at a path, or at the closest directory above it that exists.
 
     Raises:
-        OSError: the file system is away.
+        OSError: the file system does not answer.
     """
     place = Path(path).absolute()
     while not place.exists():
@@ -69,11 +69,11 @@ def room(path: str | os.PathLike[str]) -> Room:
             free_bytes, bytes_by = left_bytes, by
         if left_inodes < free_inodes:
             free_inodes, inodes_by = left_inodes, by
-    return Room(str(place), free_bytes, free_inodes, bytes_by, inodes_by)
+    return DiskQuota(str(place), free_bytes, free_inodes, bytes_by, inodes_by)
 
 
 def quotas(place: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
-    """Yields what each quota on a file system leaves: its name, bytes and inodes."""
+    """Yields the name, bytes and inodes that each quota on a file system leaves."""
     if kind == "lustre" and shutil.which("lfs"):
         lines = _asked("lfs", "quota", "-q", "-u", getpass.getuser(), str(place))
         yield from _left("lfs quota", lines[-1:] if lines else [])  # a long name has a line of its own before it
@@ -85,14 +85,16 @@ def quotas(place: Path, device: str, kind: str) -> Iterator[tuple[str, float, fl
 def _asked(*command: str) -> list[str]:
     environment = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=QUOTA_TIMEOUT_S, check=False, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line for line in done.stdout.splitlines() if line.strip()]  # status 1: over quota
 
 
 def _left(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
-    """Reads ``[device] KiB soft hard grace files soft hard grace``; 0 is no limit, and a star says over quota."""
+    """Parses ``[device] KiB soft hard grace files soft hard grace``. 0 means no limit; a star means over quota."""
     for line in lines:
         numbers = re.findall(r"(?<=\s)(\d+)\*?(?=\s)|(?<=\s)(-)(?=\s)", f" {line} ")
         values = [int(number) if number else 0 for number, _ in numbers]
@@ -120,11 +122,11 @@ def mount_of(place: Path) -> tuple[str, str]:
 
 
 def default_stores(named: str | None = None) -> list[Path]:
-    """Returns the directories of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else the first place with room.
+    """Returns the stores of ``MEGAFLOW_IMAGE_STORE``, else those of ``named``, else a default.
 
-    Places are those that sites name for large files (:data:`PLACES`), where the user may write and there is room, and
-    the home directory last: its quota is small mostly. A store that is there already is used on, and one in the home
-    directory is read beside it.
+    The default is an existing store in a directory that the site names for large files (:data:`SITE_VARIABLES`), else
+    the first of these directories that is writable and has space, else the home directory. A store in the home
+    directory is also read.
 
     Args:
         named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
@@ -134,46 +136,51 @@ def default_stores(named: str | None = None) -> list[Path]:
         return given
     home = Path.home() / ".megaflow-hpc" / "images"
     large = [
-        Path(os.environ[name]) / f"megaflow-hpc-{os.getuid()}" / "images" for name in PLACES if os.environ.get(name)
+        Path(os.environ[name]) / f"megaflow-hpc-{os.getuid()}" / "images"
+        for name in SITE_VARIABLES
+        if os.environ.get(name)
     ]
-    first = next((path for path in large if path.is_dir()), None) or next(filter(_has_room, large), None)
+    first = next((path for path in large if path.is_dir()), None) or next(filter(_has_space, large), None)
     if first is None:
         return [home]
     return [first, home] if home.is_dir() else [first]
 
 
-def _has_room(store: Path) -> bool:
+def _has_space(store: Path) -> bool:
     place = store.parents[1]
     if not place.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
         return False
     try:
-        found = room(place)
+        found = disk_quota(place)
     except OSError:
         return False
-    return found.free_bytes >= ROOMY_BYTES and found.free_inodes >= ROOMY_INODES
+    return found.free_bytes >= NEW_STORE_BYTES and found.free_inodes >= NEW_STORE_INODES
 
 
-def check_room(store: Path) -> None:
-    """Refuses to make images where there is hardly any room.
+def check_quota(store: Path) -> None:
+    """Refuses to write to a store that has hardly any space left.
 
     Raises:
-        SiteError: names what is left, by what, and what to do.
+        SiteError: names the space, the limit and the remedy.
     """
-    if time.monotonic() < _roomy_until.get(store, 0.0):
+    if time.monotonic() < _checked_until.get(store, 0.0):
         return
-    found = room(store)
-    if found.free_bytes < LEAST_BYTES or found.free_inodes < LEAST_INODES:
-        left = f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files "
-        raise SiteError(
-            f"image store {store}: {left}({found.inodes_by}) are left there, less than {LEAST_BYTES / 1e6:.0f} MB and "
-            f"{LEAST_INODES} files; name a larger place that nodes see: {VARIABLE}=DIRECTORY, or "
-            "environment.image_store in the campaign or its site profile; megaflow-hpc images prune makes room"
+    found = disk_quota(store)
+    if found.free_bytes < MIN_FREE_BYTES or found.free_inodes < MIN_FREE_INODES:
+        left = (
+            f"{found.free_bytes / 1e6:.0f} MB ({found.bytes_by}) and {found.free_inodes:.0f} files ({found.inodes_by})"
         )
-    _roomy_until[store] = time.monotonic() + LOOK_S
+        least = f"{MIN_FREE_BYTES / 1e6:.0f} MB and {MIN_FREE_INODES} files"
+        raise SiteError(
+            f"image store {store}: {left} are left there, less than {least}; name a larger place that nodes see: "
+            f"{VARIABLE}=DIRECTORY, or environment.image_store in the campaign or its site profile; "
+            "megaflow-hpc images prune makes room"
+        )
+    _checked_until[store] = time.monotonic() + RECHECK_INTERVAL_S
 
 
 def check_safe(root: Path) -> None:
-    """Refuses a store that users other than its owner could have changed.
+    """Refuses a store that other users could have changed.
 
     Raises:
         SiteError: names the directory that other users may write to, and the remedy.
@@ -182,6 +189,6 @@ def check_safe(root: Path) -> None:
         owner = root.stat().st_uid
     except OSError:
         return
-    for place in (root, *(root / name for name in ROOMS)):
+    for place in (root, *(root / name for name in STORE_DIRECTORIES)):
         if why := who_may_replace(place, owner, "this image store"):
             raise SiteError(why)

@@ -16,9 +16,8 @@ from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blo
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
 from megaflow_hpc.pod.master.endpoints import Endpoints
-from megaflow_hpc.pod.master.run_io import RunIo
-from megaflow_hpc.pod.master.run_io_thread import RunIoThread
-from megaflow_hpc.pod.master.work_stealing import WorkStealing, share_of
+from megaflow_hpc.pod.master.run_io import RunIo, RunIoThread, WorkRequested
+from megaflow_hpc.pod.master.work_stealing import WorkStealing, rollouts_for
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
@@ -43,17 +42,23 @@ class Pod:
         self.thread = RunIoThread(run, journal, self.ledger, self.blocks, events, Endpoints(run, {}), budget)
         self.io = RunIo(self.thread)
 
-    def turn(self) -> None:
+    def turn(self) -> list[int]:
+        """Returns the slots that other pods ask to be filled."""
+        self.io.push()
         self.thread.turn()
-        for _ in self.io.collect():
-            pass
+        return [report.slots for report in self.io.collect() if isinstance(report, WorkRequested)]
 
     def claim(self) -> ClaimedBlock | None:
         return self.blocks.claim()
 
 
 def test_what_waits_is_spread_over_all_slots() -> None:
-    assert [share_of(1, 8, 1), share_of(100, 8, 8), share_of(9, 1, 2), share_of(0, 8, 8)] == [1, 50, 6, 0]
+    assert [rollouts_for(1, 8, 1), rollouts_for(100, 8, 8), rollouts_for(9, 1, 2), rollouts_for(0, 8, 8)] == [
+        1,
+        50,
+        6,
+        0,
+    ]
 
 
 def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_the_last(run: RunDir) -> None:
@@ -62,13 +67,12 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
     assert giver.claim() is not None
     assert taker.claim() is None
     taker.turn()
-    assert taker.io.seen.others
-    taker.io.request_work(3)
+    assert taker.io.state.seen.others
+    taker.io.requests.request_work = 3
     taker.turn()
-    giver.io.look_for_work_requests()
-    giver.turn()
-    assert list(giver.io.work_requests()) == [3]
-    giver.io.hand_off([(0, rollout) for rollout in rollouts(3, samples=2)[2:]], each=3)
+    giver.io.requests.find_work_requests = True
+    assert giver.turn() == [3]
+    giver.io.hand_off([(0, rollout) for rollout in rollouts(3, samples=2)[2:]], max_rollouts=3)
     assert not giver.io.idle
     giver.turn()
     assert giver.io.idle
@@ -168,13 +172,13 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     for _, work in iter(scheduler.next, None):  # two of the first group, one of the second
         groups.started(work.rollout.group_id, work.rollout.id)
     assert taker.claim() is None
-    taker.io.request_work(30)
+    taker.io.requests.request_work = 30
     taker.turn()
     giver.turn()
     stealing = WorkStealing(giver.io, scheduler, groups)
     for _ in range(2):
         stealing.tick(True, False)
-        giver.turn()
+        stealing.requests += giver.turn()
     left = {work.rollout.id for work in scheduler.waiting_work()}
     assert not left & {rollout.id for block in read_blocks(run)[1:] for rollout in block.rollouts}
     given = {rollout.group_id for block in read_blocks(run)[1:] for rollout in block.rollouts}

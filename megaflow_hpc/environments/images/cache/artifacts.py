@@ -1,14 +1,13 @@
-"""What of an image is copied to a node: its base and each of its layers, or all of it laid out as one tree.
+"""Lists what a node's cache needs of an image: its trees, or one flat tree of all of them.
 
 ====================  ==========================================  ====================================
-copy                  holds                                       made of
+copy                  contents                                    made from
 ====================  ==========================================  ====================================
 ``<key>-tree``        ``rootfs/``, the image's files              a SIF, or a base and all its layers
-``<key>-sif``         ``image.sif``                               a SIF
 ``<digest>-layer``    ``rootfs/``, an overlay's upper directory   a layer's blob
 ====================  ==========================================  ====================================
 
-A layer that several images have is one copy. Everything that has a digest is compared with it while it is read.
+Images share the copies of their common layers. A base or layer with a digest is compared with it while it is read.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.apptainer_build import build
-from megaflow_hpc.environments.images.cache.shelf import Room
+from megaflow_hpc.environments.images.cache.index import DiskUsage
 from megaflow_hpc.environments.images.image_file import ImageFacts, read_checked, stamp
 from megaflow_hpc.environments.images.layered import layer_path
 from megaflow_hpc.environments.images.layers.blob import BLOCK, LayerFacts
@@ -32,86 +30,78 @@ from megaflow_hpc.host import apptainer as runtime
 from megaflow_hpc.host import child
 from megaflow_hpc.host.files import remove_tree
 
-Form = Literal["tree", "sif", "direct", "whole"]
-"""Of a base: unpacked, the file itself, used where it lies; layers are unpacked beside it. ``whole``: one tree of all,
-which is ``tree`` where there are no layers."""
-
-MARGIN_INODES = 64
-_LAYER_INODES = 8
-"""Of a layer's copy, beside its files: its directory, its size, its lock and its marks."""
+TREE_EXTRA_INODES = 64
+LAYER_EXTRA_INODES = 8
+"""Inodes that a copy takes besides those of its files, and some to spare."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One copy: ``make(directory)`` writes it, below the name ``inside``, and returns the bytes it has read."""
+class CachedTree:
+    """One copy. ``make(directory)`` writes it to ``directory/rootfs`` and returns the bytes that it has read."""
 
     name: str
     source: str
-    """What it is made of, as the log names it."""
-    size: Room
-    inside: str
+    """The file that it is made from."""
+    size: DiskUsage
     make: Callable[[Path], int]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What an image in one form is made of."""
+class ImagePlan:
+    """The trees of one image: ``artifacts``, the topmost first, and below them perhaps a ``directory``."""
 
     image: str
-    bottom: Part | str
-    """A copy, or what is used where it lies."""
-    layers: tuple[Part, ...] = ()
-    """Over it, the topmost first."""
+    artifacts: tuple[CachedTree, ...]
+    directory: str | None = None
+    """The base, if it is an unpacked image. It is used without a copy."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """All copies, the bottom first."""
-        return (*((self.bottom,) if isinstance(self.bottom, Part) else ()), *reversed(self.layers))
+    def names(self) -> list[str]:
+        """The names of all artifacts."""
+        return [artifact.name for artifact in self.artifacts]
+
+    @property
+    def sizes(self) -> dict[str, DiskUsage]:
+        """The sizes of all artifacts, by name."""
+        return {artifact.name: artifact.size for artifact in self.artifacts}
 
 
-def plan(facts: ImageFacts, form: Form, apptainer: str) -> Plan:
-    """Returns what has to be on this node for an image in a form."""
-    if facts.is_layered and form == "whole":
-        return Plan(facts.path, _laid_out(facts, apptainer))
+def plan(facts: ImageFacts, apptainer: str, *, flat: bool = False) -> ImagePlan:
+    """Returns the trees that have to be on this node for an image.
+
+    Args:
+        flat: lay an image of layers out as one tree, for nodes that cannot stack them by an overlay.
+    """
     if not facts.is_layered:
-        return Plan(facts.path, _base(facts, form, apptainer))
-    layers = tuple(_layer(facts, layer) for layer in reversed(facts.layers))
-    if facts.base is None:
-        return Plan(facts.path, layers[-1], layers[:-1])
-    return Plan(facts.path, _base(facts.base, form, apptainer), layers)
+        return ImagePlan(facts.path, (_sif_artifact(facts, apptainer),))
+    if flat:
+        return ImagePlan(facts.path, (_flat_artifact(facts, apptainer),))
+    artifacts = [_layer_artifact(facts, layer) for layer in reversed(facts.layers)]
+    if facts.base is not None and os.path.isdir(facts.base.path):
+        return ImagePlan(facts.path, tuple(artifacts), facts.base.path)
+    if facts.base is not None:
+        artifacts.append(_sif_artifact(facts.base, apptainer))
+    return ImagePlan(facts.path, tuple(artifacts))
 
 
-def _base(facts: ImageFacts, form: Form, apptainer: str) -> Part | str:
-    if form == "direct" or os.path.isdir(facts.path):
-        return facts.path
-    if form == "sif":
-        return Part(f"{facts.key}-sif", facts.path, Room(facts.bytes, 4), "image.sif", lambda at: _copy(facts, at))
-    size = Room(facts.unpacked_bytes, facts.inodes + MARGIN_INODES)
-    return Part(
-        f"{facts.key}-tree", facts.path, size, "rootfs", lambda at: _unpack_sif(facts, at / "rootfs", apptainer)
-    )
+def _sif_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
+    size = DiskUsage(facts.unpacked_bytes, facts.inodes + TREE_EXTRA_INODES)
+    return CachedTree(f"{facts.key}-tree", facts.path, size, lambda at: _unpack_sif(facts, at / "rootfs", apptainer))
 
 
-def _layer(facts: ImageFacts, layer: LayerFacts) -> Part:
+def _layer_artifact(facts: ImageFacts, layer: LayerFacts) -> CachedTree:
     blob = str(layer_path(facts.path, layer.digest))
-    size = Room(layer.unpacked_bytes, layer.inodes + _LAYER_INODES)
-    return Part(
-        f"{layer.digest[:40]}-layer", blob, size, "rootfs", lambda at: _unpack_layer(blob, layer, at / "rootfs")
-    )
+    size = DiskUsage(layer.unpacked_bytes, layer.inodes + LAYER_EXTRA_INODES)
+    return CachedTree(f"{layer.digest[:40]}-layer", blob, size, lambda at: _unpack_layer(blob, layer, at / "rootfs"))
 
 
-def _laid_out(facts: ImageFacts, apptainer: str) -> Part:
+def _flat_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
     bytes_, inodes = facts.unpacked_bytes, facts.inodes
     if facts.base is not None and os.path.isdir(facts.base.path):
-        found = _measure(facts.base.path)
-        bytes_, inodes = bytes_ + found.bytes, inodes + found.inodes
-    size = Room(bytes_, inodes + MARGIN_INODES)
-    return Part(f"{facts.key}-tree", facts.path, size, "rootfs", lambda at: _lay_out(facts, at, apptainer))
-
-
-def _copy(facts: ImageFacts, place: Path) -> int:
-    read_checked(facts, place / "image.sif")
-    return facts.bytes
+        base = _measure(facts.base.path)
+        bytes_, inodes = bytes_ + base.bytes, inodes + base.inodes
+    size = DiskUsage(bytes_, inodes + TREE_EXTRA_INODES)
+    return CachedTree(f"{facts.key}-tree", facts.path, size, lambda at: _lay_out(facts, at, apptainer))
 
 
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
@@ -144,7 +134,7 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
 
 
 def _lay_out(facts: ImageFacts, place: Path, apptainer: str) -> int:
-    """The base's files, and each layer's put over them: an overlay's view, without one."""
+    """Writes the base's files and puts each layer's over them, so that one tree shows what an overlay would show."""
     root, above = place / "rootfs", place / "layer"
     count = 0
     if facts.base is None:
@@ -163,16 +153,17 @@ def _lay_out(facts: ImageFacts, place: Path, apptainer: str) -> int:
 
 
 def _copy_tree(source: str, target: Path) -> None:
-    inside = runtime.unshare() if os.geteuid() else ()  # it reads the owner's files whatever their modes say
+    # In a user namespace root may read all files of the user, whatever their modes are.
+    inside = runtime.unshare() if os.geteuid() else ()
     if why := child.cp(source, target, prefix=inside):
         raise SandboxError(f"{source}: cannot be copied: {why}")
 
 
-def _measure(directory: str) -> Room:
+def _measure(directory: str) -> DiskUsage:
     bytes_ = inodes = 0
     for place, directories, files in os.walk(directory):
         for name in (*directories, *files):
             found = os.lstat(os.path.join(place, name))
             bytes_ += max(BLOCK, found.st_blocks * 512)
             inodes += 1
-    return Room(bytes_, inodes)
+    return DiskUsage(bytes_, inodes)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.room import ASK_S, mount_of, quotas, room
+from megaflow_hpc.environments.images.disk_quota import QUOTA_TIMEOUT_S, disk_quota, mount_of, quotas
 
 
 def test_the_narrowest_limit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_the_narrowest_limit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     programs.mkdir()
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     found = os.statvfs(tmp_path)
-    free = room(tmp_path / "not" / "there")
+    free = disk_quota(tmp_path / "not" / "there")
     assert free.path == str(tmp_path)
     assert free.bytes_by == "the file system"
     assert free.free_bytes == pytest.approx(found.f_bavail * found.f_frsize, rel=0.2)
@@ -29,15 +29,15 @@ def test_the_narrowest_limit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     device = mount_of(tmp_path)[0]
     head = "Disk quotas for user x (uid 1):\n Filesystem blocks quota limit grace files quota limit grace\n"
     prints("quota", f"{head}/dev/other 1 2 3 0 1 2 3 0\n{device} 1000 1500 2000 0 90 0 100 0\n")
-    limited = room(tmp_path)
+    limited = disk_quota(tmp_path)
     assert (limited.free_bytes, limited.bytes_by) == (1000 * 1024, "quota")
     assert (limited.free_inodes, limited.inodes_by) == (10, "quota")
     prints("quota", f"{head}{device} 3000* 1500 2000 6days 90 0 0 0\n", status=1)
-    over = room(tmp_path)
+    over = disk_quota(tmp_path)
     assert (over.free_bytes, over.inodes_by) == (0, "the file system")
     prints("quota", "quota: nonsense\n", status=2)
-    assert room(tmp_path).bytes_by == "the file system"
-    assert ASK_S < 10
+    assert disk_quota(tmp_path).bytes_by == "the file system"
+    assert QUOTA_TIMEOUT_S < 10
 
 
 def test_lustre_is_asked_by_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

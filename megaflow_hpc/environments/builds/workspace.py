@@ -1,4 +1,4 @@
-"""What the steps of one build run in, made when the first step needs it: sandboxes, a namespace, unpacked trees."""
+"""The workspace of one build: sandboxes, a user namespace and unpacked trees, created for its first step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from megaflow_hpc.environments.builds.program import facts_of, run_tree
 from megaflow_hpc.environments.builds.script import KEEP, STEPS_DIR
+from megaflow_hpc.environments.builds.tree import facts_of, run_tree
 from megaflow_hpc.environments.builds.trees import Hold, Trees, unpack_sif
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.unpacking import unpack
-from megaflow_hpc.environments.images.layers.view import View
+from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
@@ -33,13 +33,13 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.subordinate import all_ids, namespace
 
 _ROOT = SandboxSpec("", nested=True)
-"""Who mounts layers to read them: uid 0 of its namespace."""
+"""Layers are mounted and read by uid 0 of the namespace."""
 RESOLVER = "/etc/resolv.conf"
 HOSTS = "etc/hosts"
 
 
-class Workshop:
-    """The place of one build's steps, as an async context manager. Made by :meth:`open`."""
+class BuildWorkspace:
+    """The workspace of one build, as an async context manager. :meth:`open` creates it."""
 
     def __init__(self, layers: LayerStore, trees: Trees, scratch: str | os.PathLike[str] | None) -> None:
         self._layers = layers
@@ -48,7 +48,7 @@ class Workshop:
         self._stack = AsyncExitStack()
         self._provider: ApptainerProvider | None = None
 
-    async def __aenter__(self) -> Workshop:
+    async def __aenter__(self) -> BuildWorkspace:
         return self
 
     async def __aexit__(
@@ -57,7 +57,7 @@ class Workshop:
         await self._stack.aclose()
 
     async def open(self) -> None:
-        """Makes provider, namespace and directories, unless they are there."""
+        """Creates provider, namespace and directories, unless they exist."""
         if self._provider is not None:
             return
         provider = self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
@@ -103,7 +103,7 @@ class Workshop:
         blob = self._layers.path(layer.digest)
         return self._hold.get(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
-    async def start(self, image: LayeredImage, spec: SandboxSpec, view: View) -> ApptainerSandbox:
+    async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
         """Returns a sandbox over an image's trees, in which what Docker mounts is there too: ``/dev/full`` and names
         of ``localhost``.
 
@@ -122,7 +122,6 @@ class Workshop:
             lowers = [points, *lowers]
         spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends)
         access = Access(
-            "tree",
             str(lowers[-1]),
             lambda: None,
             copies=self._copies,
@@ -132,7 +131,7 @@ class Workshop:
         )
         return await self._provider.start(spec, access=access)
 
-    def _hosts(self, view: View) -> Path | None:
+    def _hosts(self, view: LayerView) -> Path | None:
         """A tree of a file with names of ``localhost``; ``None`` where the image has a link or a stranger's files."""
         etc, hosts = view.entry("etc"), view.entry(HOSTS)
         if etc is None or not etc.is_directory or etc.attributes.uid or etc.attributes.gid:
@@ -152,7 +151,7 @@ class Workshop:
     async def _lowers(self, image: LayeredImage, top: Sequence[Path] = ()) -> list[Path]:
         """The trees of an image; one tree of all, where sandboxes write to copies or an overlay takes no more."""
         lowers = [*top, *await self.trees(image)]
-        few = len(lowers) < overlay.MOST_LOWERS  # names of hosts are one more
+        few = len(lowers) < overlay.MAX_LOWERS  # names of hosts are one more
         if len(lowers) == 1 or (few and not self._copies):
             return lowers
         wanted = lowers[::-1]

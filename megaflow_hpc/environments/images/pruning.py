@@ -1,7 +1,7 @@
-"""What the images of a store share, and what goes when some of them go.
+"""Removes images from a store, and the layers that only they used.
 
-An image that goes takes along the layers that no other has. Layers that none had before stay for a day: they may be of
-a build or a pull that goes on, or that is begun again. While anybody builds, those of the images that go stay as long.
+Layers that no image used before stay for a day, because they may belong to a build or pull that is running or will be
+retried. While a build runs, the layers of removed images stay as long.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaflow_hpc.environments.images.atomic_files import abandoned
 from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.notes import abandoned
 from megaflow_hpc.environments.images.store import ImageStore, StoredImage
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
@@ -26,13 +26,13 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Pruned:
-    """What went, or would go: digests of images and of layers, and what killed builders left."""
+    """Digests of removed images and layers, and files that killed builds had left."""
 
     images: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    """Images that are old enough, but that others lie over."""
+    """Images that are old enough, but are the base of other images."""
     freed_bytes: int = 0
 
 
@@ -44,16 +44,16 @@ def prune(
     dry_run: bool = False,
     layers_older_s: float = DAY_S,
 ) -> Pruned:
-    """Takes images out of the store that is written to, and with them what no image has any more.
+    """Removes images from the store that is written to, and the layers that no image uses any more.
 
     Args:
-        named: these, and
-        older_s: those that were made longer ago, in seconds.
-        layers_older_s: age from which a layer goes that no image had before.
+        named: images to remove.
+        older_s: also remove images that are older than this, in seconds.
+        layers_older_s: remove layers that no image used before if they are older than this.
 
     Raises:
-        ConfigError: one that is named is the base of others, which stay.
-        SandboxError: an image cannot be read, and so it is not known what it has.
+        ConfigError: a named image is the base of images that stay.
+        SandboxError: an image cannot be read, so its layers are unknown.
     """
     with nullcontext() if dry_run or not (store.root / "work").is_dir() else store.changing():
         old = []
@@ -88,7 +88,7 @@ def prune(
 
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns, by the digest of a base, the images of the store that is written to which lie over it."""
+    """Returns the images of the store that is written to by the digest of their base."""
     found: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
@@ -97,7 +97,7 @@ def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, li
 
 
 def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
-    """Returns, by digest, the bytes that an image alone has and those that it shares: with its base, other images."""
+    """Returns, by digest, the bytes that only this image uses, and the bytes that it shares with other images."""
     images = {image.digest: image for image in reversed(list(store.images()))}
     layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
     users = Counter(layer.digest for image in layered.values() for layer in image.layers)
@@ -121,7 +121,7 @@ def _own(store: ImageStore, image: StoredImage) -> bool:
 
 
 def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float) -> list[LayerFacts]:
-    """The layers of the store that is written to which no image has that stays."""
+    """Returns the layers of the store that is written to that no remaining image uses."""
     used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
     theirs: set[str] = set()
     if all(abandoned(path) for path in (store.root / "work").glob("*.*/")):

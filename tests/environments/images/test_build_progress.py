@@ -16,7 +16,7 @@ import pytest
 
 from megaflow_hpc.cli.making.images_make import Wanted, share_of
 from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.images.making import Making, at_once, make_all
+from megaflow_hpc.environments.images.build_progress import BuildProgress, at_once, make_all
 from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import Images
@@ -71,7 +71,7 @@ def test_images_are_looked_up_first_then_made_and_what_fails_is_left_out(
     copies = [f"FROM base\nCOPY file /{name}\n" for name in ("a", "b", "c")]
     requests = dockerfiles(tmp_path / "context", *copies, "FROM base\nUSER nobody\nWORKDIR /x\n", "FROM gone\nUSER a\n")
     mapping = ImageMapping({"base": base}, tmp_path)
-    states: list[Making] = []
+    states: list[BuildProgress] = []
     lines: list[str] = []
 
     class Watch:

@@ -1,4 +1,4 @@
-"""Makes many images side by side, and says how far that is."""
+"""Builds and pulls many images in parallel, and reports progress."""
 
 from __future__ import annotations
 
@@ -12,69 +12,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-MOST_AT_ONCE = 4
-EVERY_S = 0.25
-"""Between two looks at how far it is."""
-END_S = 20.0
-"""What is under way at an interruption may take so long to end."""
+MAX_PARALLEL_BUILDS = 4
+REPORT_INTERVAL_S = 0.25
+CANCEL_TIMEOUT_S = 20.0
+"""Builds may take this long to end after a cancel."""
 
 
 @dataclass(frozen=True)
-class Making:
-    """How far the making of ``total`` images is."""
+class BuildProgress:
+    """Progress of ``total`` images."""
 
     total: int
     looked_up: int
-    """Of how many it is known whether they are in the store; nothing is made before all are."""
+    """Images checked against the store so far. Building starts once all are checked."""
     there: int = 0
-    """In the store at the beginning."""
+    """Images that were in the store at the beginning."""
     to_make: int = 0
-    """That it lacked; others are not to be had by their names."""
+    """Images that the store lacked. Names that cannot be resolved are not counted."""
     made: int = 0
     failed: int = 0
     at_work: int = 0
     steps: int = 0
-    """Of Dockerfiles, made."""
+    """Steps of Dockerfiles that were carried out."""
     bytes: int = 0
-    """Added to the store."""
+    """Bytes added to the store."""
     elapsed_s: float = 0.0
-    """Since the first was begun."""
+    """Time since the first build began."""
 
     @property
     def left_s(self) -> float | None:
-        """Expected seconds to the end; ``None`` before the first image is done."""
+        """Expected remaining seconds; ``None`` before the first image is done."""
         done = self.made + self.failed
         return self.elapsed_s / done * (self.to_make - done) if done else None
 
 
-class Watch(Protocol):
-    """Whom it is told what is done, from several threads."""
+class BuildWatch(Protocol):
+    """Receives reports, from several threads."""
 
     def say(self, line: str) -> None:
-        """Gets a line for each step that is made, and some for what is fetched."""
+        """Receives a line for each step, and some for each download."""
 
-    def show(self, state: Making) -> None:
-        """Gets how far it is, some times a second."""
+    def show(self, state: BuildProgress) -> None:
+        """Receives the progress, some times a second."""
 
 
 Job = Callable[[], Path]
 Told = Callable[[int, int, int, float], None]
-"""Gets how many are made, failed and under way, and since when in seconds."""
+"""Receives the number of images made, failed and under way, and the elapsed seconds."""
 
 
 def at_once() -> int:
-    """How many images are made at a time: one for each processor of this process, at most four."""
-    return min(len(os.sched_getaffinity(0)), MOST_AT_ONCE)
+    """Returns the number of images built at a time: one for each processor of this process, at most four."""
+    return min(len(os.sched_getaffinity(0)), MAX_PARALLEL_BUILDS)
 
 
 def make_all(
     jobs: Mapping[str, Job], told: Told, stop: Callable[[], None], *, keep_going: bool
 ) -> tuple[dict[str, Path], dict[str, BaseException]]:
-    """Carries out jobs, several at once, in their order; returns what they made, and the errors of those that failed.
+    """Runs jobs in parallel, in their order. Returns their results, and the errors of the jobs that failed.
 
     Args:
-        stop: ends what is under way, after an interruption.
-        keep_going: begin further ones after one has failed.
+        stop: ends running jobs, after a cancel.
+        keep_going: start further jobs after a failure.
     """
     waiting, results = deque(jobs.items()), queue.SimpleQueue[tuple[str, Path | BaseException]]()
     made: dict[str, Path] = {}
@@ -98,14 +97,14 @@ def make_all(
                 results.put((name, error))
 
     start = time.monotonic()
-    # Daemons: after an interruption nobody has to wait for a registry that does not answer.
+    # Daemons, so that a cancelled program does not wait for a registry that does not answer.
     threads = [threading.Thread(target=work, name=f"images {n}", daemon=True) for n in range(min(at_once(), len(jobs)))]
     try:
         for thread in threads:
             thread.start()
         while len(made) + len(failed) < (begun[0] if halted.is_set() else len(jobs)):
             try:
-                name, outcome = results.get(timeout=EVERY_S)
+                name, outcome = results.get(timeout=REPORT_INTERVAL_S)
             except queue.Empty:
                 pass
             else:
@@ -117,7 +116,7 @@ def make_all(
     except BaseException:
         halted.set()
         stop()
-        end = time.monotonic() + END_S
+        end = time.monotonic() + CANCEL_TIMEOUT_S
         for thread in threads:
             if thread.ident is not None:
                 thread.join(max(end - time.monotonic(), 0.0))

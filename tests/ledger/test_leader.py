@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megaflow_hpc.ledger.leader_lease import STALE_S, LeaderLease
+from megaflow_hpc.ledger.leader import STALE_S, Leader
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.ledgers import Clock
 
 
 def test_one_process_leads_and_another_takes_over_when_it_is_gone(run: RunDir) -> None:
     clock = Clock()
-    first, second, watcher = (LeaderLease(run, "role", name, clock) for name in ("first", "second", ""))
+    first, second, watcher = (Leader(run, "role", name, clock) for name in ("first", "second", ""))
     assert watcher.holder() == ""
     assert first.hold()
     assert not second.hold()

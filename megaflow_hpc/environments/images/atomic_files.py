@@ -1,0 +1,109 @@
+"""Writes files of a store that several processes write at once: records and links that appear whole, and locks.
+
+Unfinished files are stored in the store's ``work`` directory, under the name of their host and process. :func:`sweep`
+removes those of processes that were killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.host import locks
+from megaflow_hpc.host.atomic import to_json, write_atomic
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.process import Identity
+
+STALE_S = 7 * 86400.0
+"""Unfinished files of another host are removed after this time."""
+
+
+def write_record(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes ``STORE/<directory>/<name>.json``, readable for every user whom the directory lets in."""
+    write_atomic(path, to_json(value), 0o444, temporary=_own(path.parents[1] / "work", "note"))
+
+
+def link_record(path: Path, target: Path) -> None:
+    """Makes ``STORE/<directory>/<name>`` a link to a file of another store, and copies its record."""
+    link = _own(path.parents[1] / "work", "link")
+    os.symlink(target, link)
+    write_record(path.with_suffix(".json"), read_record(target.with_suffix(".json")) or {})
+    os.rename(link, path)
+
+
+def read_record(path: Path) -> Mapping[str, Any] | None:
+    """Reads a record. Returns ``None`` if it is missing or malformed."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds a lock file and removes it at the end.
+
+    If the file system has no locks, no process waits: work may be done twice, but nothing breaks.
+
+    Raises:
+        TimeoutError: ``wait`` is false and another process holds the lock.
+    """
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locks.locked(path, timeout_s=math.inf if wait else 0))
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # no locks here
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def workplace(work: Path, kind: str) -> Iterator[Path]:
+    """Creates a directory below ``work`` and removes it at the end."""
+    path = _own(work, kind)
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        remove_tree(path)
+
+
+def _own(work: Path, kind: str) -> Path:
+    return work / f"{kind}{secrets.token_hex(8)}.{socket.gethostname()}-{Identity.of(os.getpid())}"
+
+
+def sweep(work: Path) -> None:
+    """Removes files that killed processes have left in ``work``."""
+    for path in work.iterdir():
+        if path.suffix == ".lock":
+            with suppress(TimeoutError), locked(path, wait=False):
+                pass
+        elif abandoned(path):
+            remove_tree(path)
+
+
+def abandoned(path: Path) -> bool:
+    """Returns whether the process that made this file is gone. Processes of another host count as alive for a week."""
+    name = re.fullmatch(r"[^.]+\.(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
+    if name is None:
+        return False
+    if name["host"] == socket.gethostname():
+        return not Identity(int(name["pid"]), int(name["start"])).alive()
+    try:
+        return time.time() - path.lstat().st_mtime > STALE_S
+    except OSError:
+        return False

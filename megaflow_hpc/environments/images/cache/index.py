@@ -1,0 +1,453 @@
+"""Keeps the books of one node's image cache: its copies, who uses them, and what is removed to make room.
+
+::
+
+    CACHE/                        private, on local scratch; shared by all ranks and jobs of the user
+      lock                        held to decide what is made and removed
+      removing                    shared: to take a lease; exclusive: to remove copies, for a moment
+      images/<name>/              a copy (artifacts.py): rootfs/, and entry.json with its size
+      users/<pid>-<start>.<hex>   one open cache: what it uses, wants next, makes and waits for, as JSON
+      work/<pid>-<start>.<hex>    what a process writes or removes
+
+A copy appears in ``images`` and leaves it by rename, so it is always whole. The locks are the kernel's (``flock``) and
+end with their holder. All other files carry the identity of a process and count for nothing once that process is gone.
+So a SIGKILL at any instant blocks no other process, and the next one removes what was left.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.locks import locked
+from megaflow_hpc.host.process import Identity
+
+DEFAULT_SHARE = 0.8
+"""Default budget: this share of the free space on scratch and of what the cache already takes."""
+_ROOMS = ("images", "users", "work")
+
+
+@dataclass(frozen=True)
+class DiskUsage:
+    """An amount of disk: bytes and inodes."""
+
+    bytes: int
+    inodes: int
+
+    def __add__(self, other: DiskUsage) -> DiskUsage:
+        return DiskUsage(self.bytes + other.bytes, self.inodes + other.inodes)
+
+    def __sub__(self, other: DiskUsage) -> DiskUsage:
+        return DiskUsage(self.bytes - other.bytes, self.inodes - other.inodes)
+
+    def __le__(self, other: DiskUsage) -> bool:
+        return self.bytes <= other.bytes and self.inodes <= other.inodes
+
+
+NOTHING = DiskUsage(0, 0)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A copy in the cache."""
+
+    name: str
+    size: DiskUsage
+    image: str
+    """The file that it was made from."""
+    ahead: bool
+    """It was made before any sandbox needed it."""
+    made_at: float
+    used_at: float
+    """Both in seconds UTC."""
+
+
+@dataclass
+class _User:
+    """The state of one open cache, as its file in ``users`` stores it."""
+
+    uses: Collection[str] = ()
+    """Copies that stay."""
+    wants: Sequence[str] = ()
+    """Copies that it will use next, in this order."""
+    makes: dict[str, DiskUsage] = field(default_factory=dict)
+    """Copies that it is making, and the room that is reserved for them."""
+    waits_since_ns: int | None = None
+    """Monotonic time since which it waits for room."""
+
+
+@dataclass(frozen=True)
+class CacheClaim:
+    """The missing copies of an image, divided by the process that makes them."""
+
+    own: Sequence[str]
+    """This process makes these."""
+    others: Sequence[str]
+    """Other threads or processes are making these."""
+
+
+class CacheIndex:
+    """The copies below ``root``. Processes and threads share them.
+
+    Args:
+        budget_bytes, budget_inodes: what all copies together may take; default: what the environment says, else a share
+            of what is free.
+    """
+
+    def __init__(self, root: Path, budget_bytes: int | None = None, budget_inodes: int | None = None) -> None:
+        self.root = root
+        own = Identity.of(os.getpid())
+        assert own is not None
+        self._identity = str(own)
+        for room in _ROOMS:
+            (root / room).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = root / "users" / self._unique_name()
+        self._guard = threading.Lock()
+        """Protects this cache's own state, which is written to its file after each change."""
+        self._uses: Counter[str] = Counter()
+        self._state = _User()
+        tidy(root)
+        self.budget = self._budget(budget_bytes, budget_inodes)
+
+    def _unique_name(self) -> str:
+        return f"{self._identity}.{secrets.token_hex(4)}"
+
+    def _budget(self, bytes_: int | None, inodes: int | None) -> DiskUsage:
+        disk = os.statvfs(self.root)
+        present = sum((entry.size for entry in self.entries()), NOTHING)
+        if bytes_ is None:
+            gigabytes = _positive("MEGAFLOW_CACHE_GB")
+            free = disk.f_bavail * disk.f_frsize + present.bytes
+            bytes_ = int(DEFAULT_SHARE * free) if gigabytes is None else int(gigabytes * 1e9)
+        if inodes is None:
+            # File systems without a fixed number of inodes report 0.
+            free = disk.f_favail + present.inodes if disk.f_files else 1 << 62
+            inodes = int(DEFAULT_SHARE * free)
+        return DiskUsage(bytes_, inodes)
+
+    # --- what is here -------------------------------------------------------------------------------------------
+
+    def path(self, name: str) -> Path:
+        """Returns the path that the copy ``name`` has, or would have."""
+        return self.root / "images" / name
+
+    def has(self, name: str) -> bool:
+        """Returns whether the copy is here."""
+        return os.path.isfile(f"{self.root}/images/{name}/entry.json")
+
+    def has_all(self, names: Collection[str]) -> bool:
+        """Returns whether all of these copies are here."""
+        return all(self.has(name) for name in names)
+
+    def entries(self) -> list[CacheEntry]:
+        """Returns every copy, the least recently used first."""
+        found = []
+        for name in _names(self.root / "images"):
+            path = self.path(name) / "entry.json"
+            try:
+                known = json.loads(path.read_bytes())
+                size = DiskUsage(known["bytes"], known["inodes"])
+                used_at = path.stat().st_mtime
+                found.append(CacheEntry(name, size, known["image"], known["ahead"], known["made_at"], used_at))
+            except (OSError, ValueError, KeyError):
+                continue  # removed meanwhile
+        return sorted(found, key=lambda entry: entry.used_at)
+
+    def in_use(self) -> set[str]:
+        """Returns the copies that living processes use."""
+        return {name for user in self._users().values() for name in user.uses}
+
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def use(self, names: Collection[str], *, wait: bool = True) -> bool:
+        """Marks copies as used if all of them are here. They stay until :meth:`release`.
+
+        Args:
+            wait: wait while another process decides what is removed; else that counts as missing.
+        """
+        if not self.has_all(names):
+            return False
+        with self._guard:
+            is_marked = all(self._uses[name] for name in names)
+            self._uses.update(names)
+            if not is_marked:
+                self._write()
+        try:
+            # A process that removes copies looks for marks under this lock. So it saw ours, or the copy is gone by now.
+            with locked(self.root / "removing", shared=True, timeout_s=math.inf if wait else 0):
+                found = self.has_all(names)
+        except TimeoutError:
+            found = False
+        if not found:
+            self.release(names)
+        return found
+
+    def release(self, names: Collection[str]) -> None:
+        """Ends one use of each copy."""
+        with self._guard:
+            self._uses.subtract(names)
+            ended = [name for name in names if not self._uses[name]]
+            for name in ended:
+                del self._uses[name]
+                self._touch(name)
+            if ended:
+                self._write()
+
+    def _touch(self, name: str) -> None:
+        """Notes a use at this time. The kernel's own times are some milliseconds coarse."""
+        now = time.time_ns()
+        with suppress(FileNotFoundError):
+            os.utime(f"{self.root}/images/{name}/entry.json", ns=(now, now))
+
+    # --- making copies ------------------------------------------------------------------------------------------
+
+    def want(self, names: Sequence[str]) -> None:
+        """Notes the copies that this cache will use next, in this order. Replaces what was noted before."""
+        with self._guard:
+            self._state.wants = names
+            self._write()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Queues for room. The process that has waited longest gets the next room that there is."""
+        with self._guard:
+            self._state.waits_since_ns = time.monotonic_ns()
+            self._write()
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._state.waits_since_ns = None
+                self._write()
+
+    def claim(self, sizes: Mapping[str, DiskUsage], *, ahead: bool = False, queued: bool = False) -> CacheClaim | None:
+        """Reserves room for the missing copies of an image that no process makes yet, and removes others for it.
+
+        The least recently used go first. Copies in use stay. Copies that some process wants next go only if ``ahead``
+        is false, the last wanted first.
+
+        Args:
+            sizes: all copies of the image, by name.
+            ahead: no sandbox needs them yet; else they are marked as used, as by :meth:`use`.
+            queued: the caller is :meth:`waiting`. It comes after those that have waited longer; other callers come
+                after all that wait.
+
+        Returns:
+            ``None`` if copies are missing and there is no room for all of them, or it is another caller's turn. Nothing
+            is marked then.
+        """
+        with locked(self.root / "lock"):
+            claim, removed = self._claim(sizes, ahead, queued)
+        for place in removed:
+            remove_tree(place, ignore_errors=True)
+        return claim
+
+    def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[CacheClaim | None, list[Path]]:
+        """Does what :meth:`claim` says, and returns the removed copies too. Call with the lock held."""
+        users = list(self._users().values())
+        made = {name for user in users for name in user.makes}
+        missing = [name for name in sizes if not self.has(name)]
+        own = [name for name in missing if name not in made]
+        removed: list[Path] = []
+        if own:
+            if not self._is_turn(users, queued):
+                return None, []
+            needed = sum((sizes[name] for name in own), NOTHING)
+            victims = self._victims(needed, users, sizes, ahead)
+            if victims is None:
+                return None, []
+            removed = self._withdraw(victims)
+            if len(removed) < len(victims):
+                return None, removed
+        with self._guard:
+            self._state.makes |= {name: sizes[name] for name in own}
+            if not ahead:
+                self._uses.update(sizes.keys())
+            self._write()
+        return CacheClaim(own, [name for name in missing if name in made]), removed
+
+    def _is_turn(self, users: Sequence[_User], queued: bool) -> bool:
+        waiting = [user.waits_since_ns for user in users if user.waits_since_ns is not None]
+        if queued:
+            return self._state.waits_since_ns == min(waiting, default=self._state.waits_since_ns)
+        return not waiting
+
+    def _victims(
+        self, needed: DiskUsage, users: Sequence[_User], keep: Collection[str], ahead: bool
+    ) -> list[str] | None:
+        """Returns the copies to remove so that ``needed`` fits; ``None`` if it would not fit even so."""
+        entries = self.entries()
+        sizes = {entry.name: entry.size for entry in entries}
+        used = set(keep)
+        rank: dict[str, int] = {}
+        for user in users:
+            sizes |= user.makes  # some of these have just become entries
+            used.update(user.uses)
+            for place, name in enumerate(user.wants):
+                rank[name] = min(place, rank.get(name, place))
+        taken = sum(sizes.values(), NOTHING)
+        idle = [entry for entry in entries if entry.name not in used]
+        if ahead:
+            idle = [entry for entry in idle if entry.name not in rank]
+        else:  # the sort is stable: copies that nobody wants stay in the order of their last use
+            idle.sort(key=lambda entry: rank.get(entry.name, len(rank)), reverse=True)
+        victims = []
+        for entry in idle:
+            if taken + needed <= self.budget:
+                break
+            victims.append(entry.name)
+            taken -= entry.size
+        return victims if taken + needed <= self.budget else None
+
+    def put(self, name: str, size: DiskUsage, image: str, make: Callable[[Path], int], *, ahead: bool) -> int:
+        """Makes a copy that was claimed: ``make(directory)`` writes it. Returns what ``make`` returns."""
+        place = self.root / "work" / self._unique_name()
+        try:
+            place.mkdir(mode=0o700)
+            result = make(place)
+            about = {"image": image, "ahead": ahead, "made_at": time.time()}
+            write_json(place / "entry.json", {"bytes": size.bytes, "inodes": size.inodes, **about})
+            remove_tree(self.path(name))  # without entry.json: the rest of a copy, not a whole one
+            os.rename(place, self.path(name))
+            self._touch(name)
+            self.give_up([name])
+            return result
+        except OSError as error:
+            raise SandboxError(f"{self.root}: no image can be staged here: {error.strerror or error}") from error
+        finally:
+            remove_tree(place)
+
+    def give_up(self, names: Collection[str]) -> None:
+        """Gives the room back that was reserved for copies, if it still is."""
+        with self._guard:
+            held = [name for name in names if name in self._state.makes]
+            for name in held:
+                del self._state.makes[name]
+            if held:
+                self._write()
+
+    def unclaimed(self, names: Collection[str]) -> list[str]:
+        """Returns the copies that are missing and that no process makes."""
+        missing = [name for name in names if not self.has(name)]
+        made = self.makers(missing)
+        return [name for name in missing if name not in made]
+
+    def makers(self, names: Collection[str]) -> dict[str, str]:
+        """Returns which of these copies are being made, each with the file in ``users`` of the cache that makes it."""
+        if not names:
+            return {}
+        users = self._users()
+        return {name: file for file, user in users.items() for name in names if name in user.makes}
+
+    def makes(self, file: str, name: str) -> bool:
+        """Returns whether the cache of this file in ``users`` is making a copy, and its process is alive."""
+        user = self._user(file)
+        return user is not None and name in user.makes
+
+    # --- removing copies ----------------------------------------------------------------------------------------
+
+    def remove(self, name: str) -> bool:
+        """Removes a copy, unless a process uses it. Returns whether it was removed."""
+        with locked(self.root / "lock"):
+            removed = self._withdraw([name])
+        for place in removed:
+            remove_tree(place, ignore_errors=True)
+        return bool(removed)
+
+    def _withdraw(self, names: Sequence[str]) -> list[Path]:
+        """Takes copies that no process uses out of ``images``. Returns where they are now, for the caller to remove."""
+        if not names:
+            return []
+        removed = []
+        with locked(self.root / "removing"):
+            used = self.in_use()
+            for name in names:
+                if name not in used and self.has(name):
+                    place = self.root / "work" / self._unique_name()
+                    os.rename(self.path(name), place)
+                    removed.append(place)
+        return removed
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Replaces this cache's file in ``users``. Removes it if there is nothing to note. Call with the guard held."""
+        state = self._state
+        state.uses = list(self._uses)
+        if not (state.uses or state.wants or state.makes or state.waits_since_ns):
+            self._file.unlink(missing_ok=True)
+            return
+        content = {
+            "uses": state.uses,
+            "wants": list(state.wants),
+            "makes": {name: [size.bytes, size.inodes] for name, size in state.makes.items()},
+            "waits_since_ns": state.waits_since_ns,
+        }
+        partial = self.root / "work" / self._unique_name()
+        partial.write_text(json.dumps(content))
+        os.replace(partial, self._file)
+
+    def _users(self) -> dict[str, _User]:
+        """Returns the state of every cache that a living process has open, by the name of its file."""
+        found = {}
+        for file in _names(self.root / "users"):
+            user = self._user(file)
+            if user is not None:
+                found[file] = user
+        return found
+
+    def _user(self, file: str) -> _User | None:
+        if not _is_alive(file):
+            return None
+        try:
+            content = json.loads((self.root / "users" / file).read_bytes())
+        except FileNotFoundError:
+            return None
+        makes = {name: DiskUsage(*size) for name, size in content["makes"].items()}
+        return _User(content["uses"], content["wants"], makes, content["waits_since_ns"])
+
+
+def tidy(root: Path) -> int:
+    """Removes what processes that are gone left in a cache. Returns the number of files and directories."""
+    count = 0
+    for room in ("work", "users"):
+        for name in _names(root / room):
+            if not _is_alive(name):
+                with suppress(OSError):
+                    remove_tree(root / room / name)
+                    count += 1
+    return count
+
+
+def _is_alive(name: str) -> bool:
+    identity = Identity.parse(name.partition(".")[0])
+    return identity is not None and identity.alive()
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _positive(variable: str) -> float | None:
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    with suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise ConfigError(f"{variable}={text}: expected a number above 0; unset it for the default")

@@ -1,0 +1,81 @@
+"""File locks (``flock``). The kernel releases a lock with its last descriptor, so a killed process blocks nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
+"""Pauses between two attempts while a lock with a timeout is taken."""
+
+
+def lock_descriptor(descriptor: int, *, shared: bool = False, timeout_s: float = math.inf) -> None:
+    """Locks an open file or directory, or changes the lock that the descriptor already has.
+
+    Args:
+        timeout_s: 0 or less tries once.
+
+    Raises:
+        TimeoutError: another process has the lock.
+        OSError: the file system does not support locks.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    if timeout_s == math.inf:
+        fcntl.flock(descriptor, kind)
+        return
+    deadline = time.monotonic() + timeout_s
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError("another process holds the lock") from None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def lock_file(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> int:
+    """Creates a file if it is missing, locks it and returns its descriptor. Closing the descriptor unlocks the file.
+
+    A holder may remove the file. A process that waited for it meanwhile locks the file that is now at the path.
+
+    Raises:
+        TimeoutError: another process has the lock.
+        OSError: the file system does not support locks, or the directory is missing.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            remaining_s = deadline - time.monotonic()
+            lock_descriptor(descriptor, shared=shared, timeout_s=remaining_s)
+            if _is_at(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> Iterator[None]:
+    """Holds the lock of a file. Raises as :func:`lock_file` does."""
+    descriptor = lock_file(path, shared=shared, timeout_s=timeout_s)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.stat(path).st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,103 @@
+"""Live status of the rollouts of a pod: sampled tokens for its lease, and details for viewers.
+
+A rank reports every few seconds which of its rollouts got an answer since. It reports a conversation only when asked,
+while a viewer shows that rollout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from megaflow_hpc.host.wire import Message
+from megaflow_hpc.pod.comm import Comm
+from megaflow_hpc.pod.master.run_io import RunIo
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler
+from megaflow_hpc.rundir.live import Asked, LiveStatus, PodLiveStatus, Transcript
+
+SHOW_INTERVAL_S = 3.0
+"""Interval at which viewers get a new status."""
+WINDOW_S = 30.0
+"""Seconds over which the rate of sampling is averaged."""
+
+
+class _Reported(NamedTuple):
+    calls: int
+    tokens: int
+    waits: bool
+    at: float
+    """When the rank reported this, by the monotonic clock."""
+
+
+class LiveStatuses:
+    """The live status of every running rollout. Belongs to rank 0's loop."""
+
+    def __init__(self, comm: Comm, scheduler: Scheduler, io: RunIo) -> None:
+        self._comm, self._scheduler, self._io = comm, scheduler, io
+        self.tokens = 0
+        """Tokens that engines have sampled for this pod, including ranks that are gone."""
+        self._tokens_of_rank: dict[int, int] = {}
+        self._past_tokens: deque[tuple[float, int]] = deque()
+        self._rollouts: dict[str, _Reported] = {}
+        self._transcripts: dict[str, Transcript] = {}
+        self._showed_at = 0.0
+
+    def report(self, rank: int, message: Message) -> None:
+        """Takes in what a rank reports of its rollouts."""
+        self.tokens += message["tokens"] - self._tokens_of_rank.get(rank, 0)
+        self._tokens_of_rank[rank] = message["tokens"]
+        now = time.monotonic()
+        for rollout, (calls, tokens, waits) in message["rollouts"].items():
+            self._rollouts[rollout] = _Reported(calls, tokens, waits, now)
+
+    def mirror(self, message: Message) -> None:
+        """Takes in the end of a conversation."""
+        messages = [(str(role), str(text)) for role, text in message["messages"]]
+        self._transcripts[message["id"]] = Transcript(message["calls"], messages, message["left_out"])
+
+    def leave(self, rank: int) -> None:
+        """Forgets a rank that is gone."""
+        self._tokens_of_rank.pop(rank, None)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens sampled in a second, over the last half minute."""
+        if len(self._past_tokens) < 2:
+            return 0.0
+        (since, before), (until, now) = self._past_tokens[0], self._past_tokens[-1]
+        return round((now - before) / max(1.0, until - since), 1)
+
+    def tick(self) -> None:
+        """Measures the rate of sampling, and shows viewers a new status when that is due. Called once a second."""
+        now = time.monotonic()
+        self._past_tokens.append((now, self.tokens))
+        while now - self._past_tokens[0][0] > WINDOW_S:
+            self._past_tokens.popleft()
+        if now - self._showed_at < SHOW_INTERVAL_S:
+            return
+        self._showed_at = now
+        if len(self._rollouts) > 2 * self._scheduler.workers.running:
+            running = {work.rollout.id for work in self._scheduler.workers.running_work()}
+            self._rollouts = {rollout: known for rollout, known in self._rollouts.items() if rollout in running}
+        self._io.requests.live = self._status(self._io.state.asked, now)
+
+    def _status(self, asked: Asked, now: float) -> PodLiveStatus:
+        """Returns what viewers ask for, and asks ranks for the conversations among it."""
+        transcripts: dict[str, Transcript] = {}
+        for rollout in asked.transcripts:
+            known = self._transcripts.get(rollout)
+            rank = self._scheduler.workers.worker_of(rollout)
+            if rank is None:
+                continue
+            self._comm.send(rank, {"op": "mirror", "id": rollout, "calls": known.calls if known else -1})
+            if known:
+                transcripts[rollout] = known
+        self._transcripts = transcripts
+        statuses: dict[str, LiveStatus] = {}
+        for rollout in asked.rollouts:
+            known_status = self._rollouts.get(rollout)
+            if known_status is not None and self._scheduler.workers.worker_of(rollout) is not None:
+                calls, tokens, waits, reported_at = known_status
+                statuses[rollout] = LiveStatus(calls, tokens, waits, round(now - reported_at, 1))
+        return PodLiveStatus(statuses, transcripts)
