@@ -50,7 +50,7 @@ settings() {
   export MEGAFLOW_ENGINE_VENV=${MEGAFLOW_ENGINE_VENV:-$MEGAFLOW_HOME/engine}
   export MEGAFLOW_LAB_DIR=${MEGAFLOW_LAB_DIR:-$BUILD/lab}
   export MEGAFLOW_AGENTS=${MEGAFLOW_AGENTS:-$MEGAFLOW_HOME/agents}
-  export MEGAFLOW_TEST_BASE_SIF=${MEGAFLOW_TEST_BASE_SIF:-$MEGAFLOW_HOME/images/base.sif}
+  export MEGAFLOW_TEST_BASE_SIF=$MEGAFLOW_HOME/images/base.sif
 }
 
 # PATH: what the machine has and this user may enter; ours after it, but the venv first: it is what all this is for.

@@ -76,7 +76,7 @@ def fields(arguments: argparse.Namespace, text: str, image: str, site: Mapping[s
     campaign["seed"] = arguments.seed
     campaign["environment"]["images"] = {"megaflow-base": image}
     training = campaign["training"]
-    training |= {"seed": arguments.seed, "steps": arguments.steps, "mode": arguments.mode}
+    training |= {"steps": arguments.steps, "mode": arguments.mode}
     optimizer = training["policies"]["default"]["optimizer"]
     optimizer["warmup"] = min(optimizer["warmup"], arguments.steps // 2)
     if arguments.shuffle_rewards:

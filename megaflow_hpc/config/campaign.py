@@ -15,6 +15,7 @@ from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
+    RUN_DIRECTORY,
     AgentConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -52,8 +53,8 @@ class CampaignConfig(Section):
     samples: int = Field(1, ge=1)
     """Rollouts of each task under each policy. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
-    """Seed from which every rollout's sampling seed is derived. Default: none; engines then sample freely, which is
-    faster."""
+    """Seed of every rollout's sampling and of the trainer's choices. Default: none. Engines then sample freely, which
+    is faster, and the trainer uses 0."""
     model: ModelConfig | None = None
     """Model of the only policy, which is called ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
@@ -224,7 +225,7 @@ def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection
         ConfigError: It is not one that this version understands.
     """
     try:
-        return section.model_validate(fields, extra="ignore")
+        return section.model_validate(fields, extra="ignore", context=RUN_DIRECTORY)
     except ValidationError as error:
         raise ConfigError(explain(error, "run.json", None, section)) from None
 

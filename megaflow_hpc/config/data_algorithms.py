@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.sections import RUN_DIRECTORY, Section
 
 Range = tuple[float, float, Literal["inclusive", "exclusive"]]
 
@@ -21,13 +21,6 @@ def _range(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
         raise ValueError(f"{list(value)}: bounds are pass rates from 0 to 1, the lower one first")
     return value
-
-
-class PenaltyConfig(Section):
-    """What is added to the reward of a rollout that a limit of turns, tokens or time has cut off."""
-
-    unfinished: float = -0.5
-    """Added to its reward. Default: -0.5, as in MegaFlow, appendix D.1."""
 
 
 class OverlongConfig(Section):
@@ -59,24 +52,6 @@ class ZeroVariance(Section):
     """Drops groups whose rewards are all equal: they have nothing to teach."""
 
 
-class PassRateFilter(Section):
-    """Drops groups by the share of their rollouts that passed."""
-
-    range: Range = (0.0, 1.0, "exclusive")
-    """``[from, to]``, or ``[from, to, exclusive]`` without the bounds themselves. Default: 0 and 1 are dropped."""
-    threshold: float = 1.0
-    """Reward from which a rollout has passed. Default: 1."""
-
-    _bounds = field_validator("range", mode="before")(_range)
-
-
-class StalenessConfig(Section):
-    """Drops rollouts that are too old."""
-
-    max: int = Field(8, ge=0)
-    """Versions that the oldest of a rollout's tokens may be behind. Default: 8."""
-
-
 class ReplayConfig(Section):
     """Trains on the latest groups once more."""
 
@@ -95,8 +70,9 @@ class ReplayConfig(Section):
 class DataStep(Section):
     """One step of ``data``; exactly one key."""
 
-    penalty: PenaltyConfig | None = None
-    """Lowers the reward of unfinished rollouts."""
+    penalty: float | None = None
+    """Number that is added to the reward of a rollout that a limit of turns, tokens or time ended. MegaFlow, appendix
+    D.1, uses -0.5."""
     overlong: OverlongConfig | None = None
     """Lowers the reward of long rollouts."""
     mask_unfinished: MaskUnfinished | None = None
@@ -105,17 +81,28 @@ class DataStep(Section):
     """Shuffles rewards: a control run."""
     zero_variance: ZeroVariance | None = None
     """Drops groups with equal rewards."""
-    pass_rate: PassRateFilter | None = None
-    """Drops groups by their pass rate."""
-    staleness: StalenessConfig | None = None
-    """Drops rollouts that are too old."""
+    pass_rate: Range | None = None
+    """Drops groups whose share of passed rollouts is outside ``[from, to]``, or ``[from, to, exclusive]`` without the
+    bounds themselves. A rollout has passed from ``evaluation.threshold``."""
+    staleness: int | None = Field(None, ge=0)
+    """Drops rollouts with tokens that are more than this number of versions old."""
     replay: ReplayConfig | None = None
     """Trains on the latest groups once more."""
+
+    @field_validator("penalty", "pass_rate", "staleness", mode="before")
+    @classmethod
+    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reads the section that run directories of earlier versions have in place of the plain value."""
+        if info.context == RUN_DIRECTORY and isinstance(value, dict):
+            return value.get({"penalty": "unfinished", "pass_rate": "range", "staleness": "max"}[str(info.field_name)])
+        return value
+
+    _bounds = field_validator("pass_rate", mode="before")(_range)
 
     @model_validator(mode="after")
     def _one(self) -> DataStep:
         if len(self._given()) != 1:
-            raise ValueError("one name with its settings, such as {penalty: {unfinished: -0.5}} or zero_variance")
+            raise ValueError("one name with its settings, such as {penalty: -0.5} or zero_variance")
         return self
 
     def _given(self) -> list[str]:
@@ -125,12 +112,6 @@ class DataStep(Section):
     def name(self) -> str:
         """Which one it is."""
         return self._given()[0]
-
-    @property
-    def settings(self) -> Section:
-        """Its settings."""
-        found: Section = getattr(self, self.name)
-        return found
 
 
 class PromptsConfig(Section):
@@ -148,7 +129,5 @@ class PromptsConfig(Section):
     greso: bool = False
     """Whether tasks whose groups had equal rewards are asked for less often (Zheng et al. 2025, arXiv 2506.02177).
     Default: false."""
-    threshold: float = 1.0
-    """Reward from which a rollout has passed. Default: 1."""
 
     _bounds = field_validator("pass_rate", mode="before")(_range)

@@ -203,8 +203,6 @@ class UserCaps(Section):
 
     in_flight: int | None = Field(None, ge=1)
     """Maximum number of concurrent requests. Default: no limit."""
-    requests_per_s: float | None = Field(None, gt=0)
-    """Maximum number of requests per second. Default: no limit."""
 
 
 class UserShare(UserCaps):

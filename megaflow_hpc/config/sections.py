@@ -36,6 +36,10 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
                             schema["properties"][name]["description"] = inspect.cleandoc(value)
 
 
+RUN_DIRECTORY = "run directory"
+"""Validation context of sections that a run directory holds, perhaps in the form of an earlier version."""
+
+
 class Section(BaseModel):
     """A part of the campaign file; unknown keys are errors."""
 
@@ -116,10 +120,9 @@ class EnvironmentConfig(Section):
     """Directories in which images are kept, separated by colons; the first is written to. ``MEGAFLOW_IMAGE_STORE``
     comes before it. Default: a place of the site with room, else the home directory."""
     mirrors: dict[str, str] = {}
-    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``; ``MEGAFLOW_IMAGE_MIRRORS`` comes before it."""
+    """Mirror of each registry, as ``docker.io: registry.site.edu/hub``."""
     air_gapped: bool = False
-    """Whether to fetch nothing: an image that is not in the store is an error; also ``MEGAFLOW_AIR_GAPPED``. Default:
-    false."""
+    """Whether to fetch nothing: an image that is not in the store is an error. Default: false."""
     build_network: Literal["none", "host"] | None = None
     """Network of the steps of Dockerfiles: ``none``, or the ``host``'s, by which they fetch packages and reach whatever
     the planning node reaches. Default: ``host`` where ``network`` is, else ``none``."""
@@ -153,14 +156,12 @@ class SchedulingConfig(Section):
     """The order of rollouts, and where each runs."""
 
     order: Literal["fifo", "longest", "fair"] = "fifo"
-    """``fifo``: as planned; ``longest``: longest expected first; ``fair``: the share that has used the least time
+    """``fifo``: as planned; ``longest``: longest expected first; ``fair``: the policy that has used the least time
     first."""
     learn_from: tuple[str, ...] = ()
     """Run directories or trajectories.h5 of earlier campaigns, from which durations are expected."""
-    share: Literal["policy", "dataset"] = "policy"
-    """Unit of ``fair`` sharing: the policy, or the dataset (the directory or file that a task comes from)."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Weight of each share under ``fair``. Default: 1."""
+    """Weight of each policy under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Task limits that a worker rank must have free, beside a slot, before a rollout starts there."""
     spare: int = Field(0, ge=0)
@@ -171,12 +172,6 @@ class SchedulingConfig(Section):
     cuts: int = Field(16, ge=0)
     """Maximum number of times that the end of an allocation may interrupt a rollout before it fails with kind
     ``walltime``. Default: 16."""
-    partial_mb: int = Field(256, ge=0)
-    """Maximum size in MB of an interrupted rollout that is kept, so that it resumes elsewhere. 0: it starts anew.
-    Default: 256."""
-    partial_total_gb: float | None = Field(200, ge=0)
-    """Maximum size in GB (10^9 bytes) of all interrupted rollouts that are kept, shared out over the worker ranks.
-    null: no limit. Default: 200."""
 
 
 class EvaluationConfig(Section):
@@ -195,10 +190,5 @@ class LimitsConfig(Section):
     """Core-hours of all pods' allocations, idle or not. Default: no limit."""
     gpu_hours: float | None = Field(None, gt=0)
     """GPU-hours of all engine servers, idle or not. Default: no limit."""
-    failures: int | None = Field(None, ge=1)
-    """Number of failed rollouts of one pod. Default: no limit."""
-    systematic: int | None = Field(32, ge=4)
-    """Number of latest results of one pod of which nine in ten have failed for the same cause. null: no limit. Default:
-    32."""
     wall: float | None = Field(None, gt=0)
     """Hours since the first pod started. Default: no limit."""

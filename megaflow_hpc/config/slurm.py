@@ -126,12 +126,9 @@ class GatherConfig(Section):
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: an hour, or as much of it as partition, account and QOS
     allow."""
-    cpus: int | None = Field(None, ge=1)
-    """CPUs, by which it compresses. Default: those of a pod on one node, 8 at most."""
-    mem_gb: float | None = Field(None, ge=LEAST_GB)
-    """Memory in GB (10^9 bytes). Default: the partition's."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name."""
+    """Further sbatch options by name, such as ``cpus-per-task`` (default: the CPUs of a pod on one node, 8 at most),
+    ``mem``, or ``mail-user`` and ``mail-type: END,FAIL`` for a mail when the campaign has ended."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -165,8 +162,6 @@ class SlurmConfig(Section):
 
     account: str | None = None
     """Account to charge. Default: the user's."""
-    mail: str | None = Field(None, pattern=r"^[^\s,;|<>'\"`$]+$")
-    """Address to which Slurm writes when the campaign has ended (its gather job ends, or fails). Default: nobody."""
     setup: tuple[str, ...] = ()
     """Shell lines run first in every job (module load, proxies)."""
     extra: dict[str, Any] = Field(default_factory=dict)

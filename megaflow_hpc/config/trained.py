@@ -77,17 +77,16 @@ def check_trained(
         if model.engine not in LOADS_WEIGHTS or model.pool:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
-        if training.publish.delta and any(kind.nodes > 1 for kind in model.kinds()):
+        if training.publish_delta and any(kind.nodes > 1 for kind in model.kinds()):
             raise ValueError(
-                f"training.publish.delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
-                "and deltas are put together on one node's disk; leave delta out"
+                f"training.publish_delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
+                "and deltas are put together on one node's disk; leave publish_delta out"
             )
         _check_sampling(f"{where}.sampling", model.sampling, config.loss.kind)
-        samples = training.batch.samples or samples
         if samples == 1:
             raise ValueError(
-                f"training.policies.{name}: a group of one sample has nothing to compare with; set samples (or "
-                "training.batch.samples) to 8, for example"
+                f"training.policies.{name}: a group of one sample has nothing to compare with; set samples to "
+                "8, for example"
             )
         for at, found in (("agent.args", agent.args), (f"{where}.args", model.args), (f"{where}.also", model.also)):
             for option, value in _sampling(found):

@@ -11,21 +11,19 @@ The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; ta
           optimizer: {lr: 1.0e-6}
       batch: {tasks: 64}
       mode: synchronous
-      data: [{penalty: {unfinished: -0.5}}, zero_variance]
+      data: [{penalty: -0.5}, zero_variance]
       prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
 from megaflow_hpc.config.objective import AdvantageConfig, ImportanceConfig, LossConfig
 from megaflow_hpc.config.sections import Section, TaskSource
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -37,8 +35,6 @@ class OptimizerConfig(Section):
     """``constant``, or ``linear``: falls to 0 at the last step. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
     """Steps in which the rate first rises from 0. Default: 0."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of the first and second moment. Default: 0.9 and 0.999."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
@@ -93,9 +89,7 @@ class BatchConfig(Section):
     """What one step trains on, and what is asked for at a time."""
 
     tasks: int = Field(16, ge=1)
-    """Groups. Default: 16."""
-    samples: int | None = Field(None, ge=1)
-    """Rollouts of each group. Default: the policy's ``samples``."""
+    """Groups. Each has as many rollouts as the policy's ``samples``. Default: 16."""
     refill: int = Field(0, ge=0, le=100)
     """How often a step asks for further tasks in the place of groups that ``data`` drops, before it is made of what is
     there (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). Default: 0; steps get smaller."""
@@ -123,24 +117,6 @@ class ModeConfig(Section):
         """The mode as one number: 0 synchronous, k bounded, ``None`` asynchronous."""
         lags = {"synchronous": 0, "bounded": 1 if self.staleness is None else self.staleness}
         return lags.get(self.kind)
-
-
-class CheckpointConfig(Section):
-    """The trainer's own state, from which it resumes."""
-
-    every: int = Field(5, ge=1)
-    """Steps from one to the next. Default: 5."""
-    keep: int = Field(3, ge=1)
-    """How many are kept. Default: 3."""
-
-
-class PublishConfig(Section):
-    """The weights that engines load."""
-
-    every: int = Field(1, ge=1)
-    """Steps from one version to the next. Default: 1."""
-    delta: bool = False
-    """Whether only what has changed is written. Default: false."""
 
 
 class HeldOutConfig(Section):
@@ -178,12 +154,10 @@ class TrainingConfig(Section):
     them with loss mask 0. ``refuse``: answer with error 400. Default: ``mask``."""
     steps: int = Field(100, ge=1)
     """Steps of the whole training. Default: 100."""
-    seed: int = Field(0, ge=0)
-    """Seed of every random choice. Default: 0."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """The trainer's own state."""
-    publish: PublishConfig = PublishConfig()
-    """The weights that engines load."""
+    checkpoint_every: int = Field(5, ge=1)
+    """Steps between two checkpoints of the trainer's state; the latest three are kept. Default: 5."""
+    publish_delta: bool = False
+    """Whether a step's weights are published as their difference from the last whole version. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
 

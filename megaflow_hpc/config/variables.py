@@ -87,20 +87,7 @@ _IMAGES = (
         "images, planning, pods",
     ),
     Variable(
-        "IMAGE_MIRRORS",
-        "REGISTRY=MIRROR pairs, separated by commas: fetch from MIRROR what REGISTRY is asked for",
-        "none",
-        "images, planning",
-    ),
-    Variable("AIR_GAPPED", "1: fetch nothing; an image that is not in the store is an error", "0", "images, planning"),
-    Variable(
         "CACHE_GB", "10^9 bytes that a node's copies of images may take", "four fifths of what scratch has free", "pods"
-    ),
-    Variable(
-        "CACHE_INODES",
-        "files that a node's copies of images may be made of",
-        "four fifths of what scratch has free",
-        "pods",
     ),
 )
 _MODELS = (
@@ -137,7 +124,6 @@ _BY_HAND = (
         "none: each is used where it works",
         "sandboxes",
     ),
-    Variable("TEST_BASE_SIF", "image to measure with", "none; --image names one", "bench, tests"),
 )
 _CLONE = (
     Variable("HOME", "where everything is set up", "~/.megaflow-hpc", "every launcher"),
@@ -149,7 +135,6 @@ _CLONE = (
     Variable("TORCH_INDEX", "package index that has the CPU build of torch", "pip's own", "launchers/setup"),
     Variable("DEBIAN_MIRROR", "a Debian archive", "that of the distribution", "launchers/setup, launchers/fresh"),
     Variable("LAB_DIR", "directory of the lab", "BUILD/lab", "launchers/lab, demo, learn, test"),
-    Variable("KEEP_LAB", "1: leave a lab that was started running", "0", "launchers/test, demo, learn"),
     Variable("DEMO_MODEL", "tiny, gemma or a model's directory", "tiny", "launchers/demo"),
     Variable("CPU_PARTITION", "partition of the pods, on a site", "the site's default", "launchers/demo, learn"),
     Variable("GPU_PARTITION", "partition of the engines, on a site", "the site's default", "launchers/demo, learn"),
@@ -181,6 +166,8 @@ INTERNAL: Mapping[str, str] = {
     "SKILLS_DIR": "task → agent: the directory of its skills in the sandbox",
     "CLONE": "launcher → itself, as another user: where the clone is",
     "FUSE": "launchers/test → tests of the ledger: a /dev/fuse for the user",
+    "TEST_BASE_SIF": "launchers → tests, demo, learn: the base image that launchers/setup made",
+    "KEEP_LAB": "launchers/demo → lab-session: leave the lab running",
     "LAB_ID": "launchers/lab → its daemons: which lab they belong to",
 }
 """Name without ``MEGAFLOW_`` → who sets it for whom; nobody else does."""

@@ -266,11 +266,9 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
         "output": str(run.logs / "gather-%j.log"),
         "partition": gather.partition or pods.partition,
         "ntasks": 1,
-        "cpus-per-task": gather.cpus or min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
-        "mem": _megabytes(gather.mem_gb),
+        "cpus-per-task": min(8, pods.ranks_per_node * (pods.cpus_per_rank or CPUS_PER_RANK)),
         "time": _walltime(gather.time),
         "dependency": dependency,
-        **({"mail-user": config.slurm.mail, "mail-type": "END,FAIL"} if config.slurm.mail else {}),
         **config.slurm.extra,
         **gather.extra,
     }

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.config.data_algorithms import ReplayConfig
-from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.choice import Choice
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer
 from megaflow_hpc.training.plan import PlannedRollout, StepPlan
+from megaflow_hpc.training.policy import TrainedPolicy
 
 
 class Planner:
@@ -28,18 +28,17 @@ class Planner:
     def __init__(
         self,
         config: TrainingConfig,
-        settings: PolicyTraining,
+        policy: TrainedPolicy,
         buffer: Buffer,
         learned: dict[str, Any],
         earlier: Iterable[StepPlan] = (),
     ) -> None:
-        self._config, self._settings, self._buffer = config, settings, buffer
-        self._prompts = Prompts(config.prompts)
+        self._config, self._policy, self._buffer = config, policy, buffer
+        self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self.learned = learned
         self.lacks = 0
         """After a plan that was not made: groups that it lacks."""
-        steps = (step.settings for step in config.data)
-        self._replayable = next((step.size for step in steps if isinstance(step, ReplayConfig)), 0)
+        self._replayable = next((step.replay.size for step in config.data if step.replay), 0)
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
         """Groups that may be trained on again, the latest last."""
         for plan in earlier if self._replayable else ():
@@ -86,7 +85,7 @@ class Planner:
             arrived.update(earlier)
         again = {group.id for group in choice.replayed}
         groups = [*choice.taken, *choice.replayed]
-        valued = advantages(self._settings, groups)
+        valued = advantages(self._policy.settings, groups)
         rollouts = [
             _planned(sample, arrived[sample.id], valued[sample.id], group.id in again)
             for group in groups
@@ -115,7 +114,7 @@ class Planner:
         )
 
     def _seed(self, step: int) -> list[int]:
-        return [self._config.seed, 2, step]
+        return [self._policy.seed, 2, step]
 
     def _choose(self, step: int, version: int, complete: list[SampleGroup], settles: int) -> Choice:
         return choose(
@@ -126,7 +125,8 @@ class Planner:
             replayed=[group for group, _ in self._used],
             state=self.learned.get("data", {}),
             random=np.random.default_rng(self._seed(step)),
-            advantage=self._settings.advantage,
+            advantage=self._policy.settings.advantage,
+            pass_threshold=self._policy.pass_threshold,
         )
 
 

@@ -126,7 +126,7 @@ class Planning:
         buffer = Buffer(self._run, self._sequences, policy.owners, self._ordinal, settled, policy.held_out)
         numbers = range(step - 1, 0, -1)
         earlier = (plan for number in numbers if (plan := self._files.read(StepPlan, number)) is not None)
-        return _View(buffer, Planner(self._config, policy.settings, buffer, learned, earlier))
+        return _View(buffer, Planner(self._config, policy, buffer, learned, earlier))
 
     def _planned(self, view: _View, step: int, version: int, trainer: int, over: bool) -> StepPlan | None:
         """Plans the step if there is enough for it, and requests groups in the place of dropped ones."""

@@ -31,6 +31,10 @@ class TrainedPolicy:
     """Rollouts of each group."""
     pods: int
     """Pods of the campaign; new blocks are cut for this number."""
+    pass_threshold: float
+    """Reward from which a rollout has passed."""
+    seed: int
+    """Seed of every random choice."""
     temperature: float
     """Sampling temperature. A trainer divides logits by it."""
 
@@ -55,7 +59,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     tasks = [task for task in planned_tasks(run, record) if task not in held_out]
     if include:
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
-    samples = config.batch.samples or (planned.samples if planned else 1)
+    samples = planned.samples if planned else 1
     if record.campaign:  # pods close the group when it has enough rewards
         samples += record.config.scheduling.spare
     return TrainedPolicy(
@@ -67,6 +71,8 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         owners=frozenset({name}) if planned is None or planned.samples else None,
         samples=samples,
         pods=record.config.slurm.pods.total if record.campaign else 1,
+        pass_threshold=record.config.evaluation.threshold if record.campaign else 1.0,
+        seed=(record.config.seed if record.campaign else None) or 0,
         temperature=float(model.get("sampling", {}).get("temperature", 1.0)),
     )
 

@@ -47,7 +47,7 @@ class StalenessControl:
 
     def __init__(self, files: TrainingFiles, policy: TrainedPolicy, config: TrainingConfig) -> None:
         self._files, self._policy, self._config = files, policy, config
-        self._prompts = Prompts(config.prompts)
+        self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
         """Kind and number of a request → ordinal of the newest weights at its time."""
         self._added = max(0, *files.numbers(TaskBatch), 0)
@@ -59,7 +59,7 @@ class StalenessControl:
     def ahead(self) -> int:
         """Batches under way in addition to that of the next step."""
         bound = self._config.mode.bound
-        return ASYNCHRONOUS_BATCHES if bound is None else bound * self._config.publish.every
+        return ASYNCHRONOUS_BATCHES if bound is None else bound
 
     def is_due(self, rounds: Collection[int], version: int) -> bool:
         """Returns whether the next step must use one of these rounds, because it would be too old for the step after.
@@ -207,7 +207,7 @@ class StalenessControl:
         last = next(reversed(self._files.numbers(Refill)), None)
         refill = None if last is None else self._files.read(Refill, last)
         earlier = refill if refill and refill.batch == batches else self.batch(batches - 1) if batches else None
-        random = np.random.default_rng([self._config.seed, *seed])
+        random = np.random.default_rng([self._policy.seed, *seed])
         chosen, state = self._prompts.choose(
             self._policy.tasks, count, {**(earlier.state if earlier else {}), **learned}, random
         )

@@ -23,6 +23,8 @@ from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
+KEPT_CHECKPOINTS = 3
+"""Checkpoints of a trainer that are kept, the latest ones."""
 KEPT_VERSIONS = 3
 """Versions of the weights that trainers keep: engines may serve one while they load the next."""
 
@@ -143,7 +145,7 @@ class Step:
     def publish(self, folder: str | os.PathLike[str], *, move: bool = False, keep: int | None = None) -> Version:
         """Publishes a model directory as what this step made of the policy; done twice it is done once.
 
-        Where the campaign says ``publish.delta``, it is published as what differs from the last whole version, if that
+        Where the campaign says ``publish_delta``, it is published as what differs from the last whole version, if that
         is small.
 
         Args:
@@ -169,7 +171,7 @@ class Step:
             keep=keep,
             token=f"step-{self.number:06d}",
             digest=self._digest,
-            delta=flow.config.publish.delta,
+            delta=flow.config.publish_delta,
         )
         if move:
             remove_tree(folder, ignore_errors=True)  # a delta, or what was published before, has left it

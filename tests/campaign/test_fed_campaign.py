@@ -79,9 +79,9 @@ def test_batches_are_added_as_results_come_though_pods_are_killed_and_drained(ma
 def trained(make_campaign: Make, tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir(exist_ok=True)
     model = """
-    samples: 4
+    samples: 8
     model: {engine: vllm, path: ./model}
-    training: {policies: {default: {}}, batch: {samples: 8}}
+    training: {policies: {default: {}}}
     """
     return make_campaign(2, model, agent="mini-swe-agent")
 

@@ -76,7 +76,7 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             MINIMAL + "model: {engine: vllm, path: m, weights: {poll_s: 0}}\n",
             "campaign.yaml:4: model.weights.poll_s 0: expected a number above 0",
         ),
-        (MINIMAL + "slurm: {gather: {cpus: 0}}\n", "campaign.yaml:4: slurm.gather.cpus"),
+        (MINIMAL + "slurm: {gather: {cpus: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.cpus'"),
         (MINIMAL + "slurm: {gather: {core: 4}}\n", "campaign.yaml:4: unknown key 'slurm.gather.core'"),
         (MINIMAL + "slurm: {pods: {time: soon}}\n", "campaign.yaml:4: slurm.pods.time 'soon': 'soon' is not a time"),
         (MINIMAL + "slurm: {pods: {mem_gb: .inf}}\n", "campaign.yaml:4: slurm.pods.mem_gb inf: expected a number"),

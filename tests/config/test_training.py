@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megaflow_hpc import config
-from megaflow_hpc.config.data_algorithms import OverlongConfig, PenaltyConfig, StalenessConfig
+from megaflow_hpc.config.data_algorithms import OverlongConfig
 from megaflow_hpc.config.objective import CLIPS, LossConfig
 from megaflow_hpc.config.training import OptimizerConfig, PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
@@ -27,13 +27,13 @@ training:
       advantage: {kind: grpo, rewards: {tests: 1.0, style: 0.1}, normalise: apart}
       importance: {level: token, truncate: 2.0}
       optimizer: {lr: 1.0e-6, clip_norm: 1.0}
-  batch: {tasks: 64, samples: 16}
+  batch: {tasks: 64}
   mode: {kind: bounded, staleness: 2}
-  data: [{penalty: {unfinished: -0.5}}, {zero_variance: {}}, {staleness: {max: 2}}, {replay: {ratio: 0.0, size: 0}}]
+  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}, {replay: {ratio: 0.0, size: 0}}]
   prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
   steps: 100
-  checkpoint: {every: 5, keep: 3}
-  publish: {every: 1}
+  checkpoint_every: 5
+  publish_delta: false
   evaluate: {tasks: tasks/held-out/*, every: 10, samples: 4}
 slurm:
   trainer: {partition: gpu, nodes: 1, gpus: 4, time: 1-00:00:00, share: none}
@@ -64,8 +64,8 @@ def test_everything_can_be_said(tmp_path: Path) -> None:
     policy = training.policies["default"]
     assert (policy.loss.band, policy.loss.minibatch, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
     assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness", "replay"]
-    assert training.data[0].settings == PenaltyConfig(unfinished=-0.5)
-    assert training.data[2].settings == StalenessConfig(max=2)
+    assert training.data[0].penalty == -0.5
+    assert training.data[2].staleness == 2
     assert training.evaluate is not None
     assert training.evaluate.tasks[0].path == "tasks/held-out/*"
     assert campaign.slurm.trainer.gpus == 4
@@ -115,18 +115,17 @@ def test_a_mode_is_one_number(tmp_path: Path, mode: str, bound: int | None) -> N
         ("policies: {default: {advantage: {rewards: {a: 0}}}}", "every weight is 0"),
         ("policies: {default: {advantage: {rewards: {a: .nan}}}}", "rewards.a nan: expected a number"),
         (
-            "policies: {default: {optimizer: {betas: [0.9, 1]}}}",
-            "betas.1 1: expected a number of at least 0 and below 1",
+            "policies: {default: {optimizer: {weight_decay: -1}}}",
+            "weight_decay -1: expected a number of at least 0",
         ),
-        ("policies: {default: }\nbatch: {samples: 1}", "a group of one sample has nothing to compare with"),
         ("policies: {default: }\nmode: {kind: synchronous, staleness: 2}", "staleness is for mode bounded"),
         ("policies: {default: }\nmode: {kind: bounded, staleness: 0}", "staleness 0 is mode: synchronous"),
-        ("policies: {default: }\ndata: [{zero_variance: {}, penalty: {}}]", "one name with its settings"),
+        ("policies: {default: }\ndata: [{zero_variance: {}, penalty: -1}]", "one name with its settings"),
         ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
-        ("policies: {default: }\ndata: [staleness, staleness]", "staleness is given twice"),
+        ("policies: {default: }\ndata: [{staleness: 1}, {staleness: 2}]", "staleness is given twice"),
         ("policies: {default: }\ndata: [{replay: {ratio: 0.3}}]", "give the number of groups"),
         ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
-        ("policies: {default: }\ndata: [{pass_rate: {range: [0.9, 0.1]}}]", "the lower one first"),
+        ("policies: {default: }\ndata: [{pass_rate: [0.9, 0.1]}]", "the lower one first"),
         ("policies: {default: }\nprompts: {pass_rate: [0, 2]}", "bounds are pass rates from 0 to 1"),
     ],
 )
@@ -171,8 +170,8 @@ def test_what_would_make_ratios_wrong_is_refused_by_its_key(
 
 def test_deltas_are_refused_for_an_engine_over_several_nodes(tmp_path: Path) -> None:
     text = "name: x\ntasks: t/*\nagent: mini-swe-agent\nsamples: 4\nmodel: {path: m, nodes: 2}\n"
-    said = complaint(tmp_path, text + "training: {policies: {default: }, publish: {delta: true}}\n")
-    assert "training.publish.delta: model.nodes: an engine over several nodes reads weights on each of them" in said
+    said = complaint(tmp_path, text + "training: {policies: {default: }, publish_delta: true}\n")
+    assert "training.publish_delta: model.nodes: an engine over several nodes reads weights on each of them" in said
     assert load(tmp_path, text + "training: {policies: {default: }}\n").training is not None
 
 
@@ -298,3 +297,27 @@ def test_gateways_refuse_constrained_calls_of_trained_policies_where_the_campaig
     assert [name for name, sampling in found.items() if sampling.refuse] == refused
     assert found["a"].settings["temperature"] == 0.7
     assert found["b"].settings == NEUTRAL
+
+
+def test_a_run_directory_of_an_earlier_version_has_sections_in_the_place_of_plain_values() -> None:
+    earlier = {
+        "policies": {"default": {"optimizer": {"lr": 1e-5, "betas": [0.9, 0.999]}}},
+        "batch": {"tasks": 4, "samples": 8},
+        "data": [
+            {"penalty": {"unfinished": -0.25}},
+            {"pass_rate": {"range": [0.1, 0.9, "inclusive"], "threshold": 1}},
+            {"staleness": {"max": 3}, "penalty": None},
+        ],
+        "checkpoint": {"every": 2, "keep": 1},
+        "publish": {"every": 1, "delta": False},
+        "seed": 3,
+    }
+    training = config.resolved(TrainingConfig, earlier)
+    penalty, pass_rate, staleness = training.data
+    assert (penalty.penalty, pass_rate.pass_rate, staleness.staleness) == (-0.25, (0.1, 0.9, "inclusive"), 3)
+    assert training.batch.tasks == 4
+
+
+def test_a_group_of_one_sample_is_refused(tmp_path: Path) -> None:
+    text = section("policies: {default: }").replace("samples: 16", "samples: 1")
+    assert "a group of one sample has nothing to compare with" in complaint(tmp_path, text)

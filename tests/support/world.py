@@ -22,7 +22,7 @@ from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
-from megaflow_hpc.pod.master import coordination, ranks, run_io
+from megaflow_hpc.pod.master import coordination, ranks, results, run_io
 from megaflow_hpc.pod.master import drain as drain_rules
 from megaflow_hpc.pod.master.loop import Master
 from megaflow_hpc.pod.master.walltime import Walltime
@@ -54,7 +54,8 @@ def lead(run: RunDir, comm: Comm) -> str:
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
     hangs_s = said.pop("hangs_s", run_io.LOOP_HANGS_S)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
-    said["limits"] = LimitsConfig(**{"systematic": None, **said.get("limits", {})})
+    said["limits"] = LimitsConfig(**said.get("limits", {}))
+    results.SYSTEMATIC_LAST = said.pop("systematic_last", 10**6)
     drain = said.pop("drain", None)
     if drain is not None:
         drain_rules.DRAIN_S, drain_rules.DRAIN_NOW_S = 0.2, 0.1

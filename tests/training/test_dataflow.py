@@ -142,7 +142,7 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
 
 
 def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path: Path) -> None:
-    training = {**SYNCHRONOUS, "batch": {"tasks": 4}, "data": ["zero_variance", {"staleness": {"max": 0}}]}
+    training = {**SYNCHRONOUS, "batch": {"tasks": 4}, "data": ["zero_variance", {"staleness": 0}]}
     run = training_run(tmp_path / "run", training, tasks=4, samples=4)
 
     def reward(rollout: Rollout) -> float | None:
@@ -434,7 +434,7 @@ def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_s
 
 
 def test_whatever_trains_publishes_what_differs_where_the_campaign_says_so(tmp_path: Path) -> None:
-    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "publish": {"delta": True}}, tasks=2, samples=2)
+    run = training_run(tmp_path / "run", {**SYNCHRONOUS, "publish_delta": True}, tasks=2, samples=2)
     flow = watched(run, Pods(run, alternating, lambda: current(run, "default").version))
     weights, written = bytearray(random.Random(0).randbytes(40_000)), dict[int, bytes]()
     for step in flow.steps():

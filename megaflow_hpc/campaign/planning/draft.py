@@ -137,10 +137,6 @@ def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Wher
     assert config.training
     with draft.noting():
         draft.config = config.model_copy(update={"training": absolute_training(config.training, base, where)})
-    samples = config.training.batch.samples
-    for name in config.training.policies if samples else ():
-        if name in draft.policies:
-            draft.policies[name] = draft.policies[name].model_copy(update={"samples": samples})
 
 
 def _open_images(draft: Draft, base: Path, where: Where) -> None:
@@ -153,7 +149,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
     environment = draft.config.environment
     try:
         with draft.noting():
-            registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
+            registries = Registries(environment.mirrors, environment.air_gapped)
             store = ImageStore(named=environment.image_store)
             draft.images = Images(store, registries, Builder(environment.network_of_builds))
     except SiteError as error:

@@ -148,7 +148,7 @@ class Starter:
         return [f"    ranks_per_node: {ranks}  # of 2 CPUs each: one schedules, the others run 2 rollouts at once"]
 
     def _limits(self) -> list[str]:
-        return ["limits: {core_hours: 100, failures: 50}  # then pods start no more rollouts"]
+        return ["limits: {core_hours: 100}  # then pods start no more rollouts"]
 
 
 def _quoted(value: str) -> str:

@@ -182,11 +182,9 @@ def _networked(parser: argparse.ArgumentParser) -> None:
         metavar="REGISTRY=MIRROR",
         action="append",
         default=[],
-        help="fetch from MIRROR what REGISTRY is asked for; repeatable; default: MEGAFLOW_IMAGE_MIRRORS",
+        help="fetch images of REGISTRY from MIRROR; repeatable",
     )
-    parser.add_argument(
-        "--air-gapped", action="store_true", default=None, help="fetch nothing; default: MEGAFLOW_AIR_GAPPED"
-    )
+    parser.add_argument("--air-gapped", action="store_true", help="fetch nothing")
 
 
 def _cached(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +195,7 @@ def _store_request(
     store: str | None,
     names: Sequence[str] = (),
     mirrors: Sequence[str] = (),
-    air_gapped: bool | None = None,
+    air_gapped: bool = False,
 ) -> StoreRequest:
     """Returns the store of a command. The first campaign file among ``names`` may name another store to search."""
     campaign = next((name for name in names if is_campaign(name) and os.path.isfile(name)), None)

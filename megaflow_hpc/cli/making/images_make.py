@@ -28,8 +28,7 @@ class StoreRequest:
     campaign: str | None = None
     """A campaign file, whose image store is searched too."""
     mirrors: Mapping[str, str] = field(default_factory=dict)
-    air_gapped: bool | None = None
-    """``None``: as the environment says."""
+    air_gapped: bool = False
 
     def open(self) -> Images:
         """Returns the store with its registries. It cannot build images yet."""
@@ -38,7 +37,7 @@ class StoreRequest:
         from megaflow_hpc.environments.images.resolve import Images
         from megaflow_hpc.environments.images.store import ImageStore
 
-        registries = Registries.configured(air_gapped=self.air_gapped, chosen=self.mirrors)
+        registries = Registries(self.mirrors, self.air_gapped)
         of_campaign = load(self.campaign).environment.image_store if self.campaign else None
         images = Images(ImageStore(self.store, of_campaign), registries)
         images.say = note

@@ -178,7 +178,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     environment = load(arguments.campaign).environment if arguments.campaign else EnvironmentConfig(network="none")
     if arguments.network:
         environment = environment.model_copy(update={"network": arguments.network})
-    registries = Registries.configured(environment.mirrors, environment.air_gapped or None)
+    registries = Registries(environment.mirrors, environment.air_gapped)
     images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
     chosen = [path for path in directories if not arguments.only or path.name in arguments.only]
     tasks = [read_harbor_task(path, images.dockerfiles) for path in chosen]

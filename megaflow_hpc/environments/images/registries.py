@@ -1,25 +1,22 @@
 """Images from registries: ``docker://`` and its kin, through the site's mirrors; or nothing where there is no way out.
 
 A mirror stands for a registry: ``docker.io=registry.site.edu/dockerhub`` makes ``docker://debian:12`` come from
-``docker://registry.site.edu/dockerhub/library/debian:12``. Several are separated by commas or blanks; ``http://``
-before one says that it speaks plain HTTP. The image is still known by the address that was asked for.
+``docker://registry.site.edu/dockerhub/library/debian:12``. ``http://`` before a
+mirror says that it speaks plain HTTP. The image is still known by the address that was asked for.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.environments.images.registry.reference import Reference
-from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.resources import docs
 
 SCHEMES = ("docker://", "oras://", "library://")
-MIRRORS = "MEGAFLOW_IMAGE_MIRRORS"
-AIR_GAPPED = "MEGAFLOW_AIR_GAPPED"
 _BOOTSTRAP = re.compile(r"^\s*Bootstrap:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 _LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "docker-daemon")
 
@@ -33,31 +30,8 @@ class Registries:
         air_gapped: nothing may be fetched; what the store lacks is an error that names it.
     """
 
-    mirrors: Mapping[str, str]
+    mirrors: Mapping[str, str] = field(default_factory=dict)
     air_gapped: bool = False
-
-    @classmethod
-    def configured(
-        cls,
-        mirrors: Mapping[str, str] | None = None,
-        air_gapped: bool | None = None,
-        chosen: Mapping[str, str] | None = None,
-    ) -> Registries:
-        """Returns what a campaign file, the environment and a command line say together.
-
-        Args:
-            mirrors: of the campaign file; those of the environment come before them.
-            chosen: of the command line; they come before both.
-        """
-        found = dict(mirrors or {})
-        for pair in re.split(r"[,\s]+", os.environ.get(MIRRORS, "").strip()):
-            if pair:
-                registry, equals, place = pair.partition("=")
-                if not (registry and equals and place):
-                    raise ConfigError(f"{MIRRORS}: {pair!r}: expected REGISTRY=MIRROR, as docker.io=registry.site/hub")
-                found[registry] = place
-        gapped = os.environ.get(AIR_GAPPED, "") not in ("", "0") if air_gapped is None else air_gapped
-        return cls(found | dict(chosen or {}), gapped)
 
     def address(self, source: str) -> tuple[str, bool]:
         """Returns the address of ``source`` at its mirror, and whether the mirror speaks plain HTTP."""
@@ -82,7 +56,8 @@ class Registries:
         address, _ = self.address(source)
         through = f" (for {source})" if address != source else ""
         return SiteError(
-            f"{error}{through}\n  where registries are out of reach: name a mirror in {MIRRORS}, or fetch it "
+            f"{error}{through}\n  where registries are out of reach: name a mirror (environment.mirrors, --mirror), or "
+            f"fetch it "
             f"elsewhere and bring it here ({docs('how-to/images.md')})"
         )
 
@@ -90,8 +65,9 @@ class Registries:
         """Raises :class:`SiteError` for an image that would have to be fetched where nothing may be."""
         if self.air_gapped:
             raise SiteError(
-                f"{source}: not in the image store, and nothing may be fetched here ({AIR_GAPPED} or "
-                "environment.air_gapped); where there is a network: megaflow-hpc images build CAMPAIGN --manifest FILE "
+                f"{source}: not in the image store, and nothing may be fetched here "
+                "(environment.air_gapped or --air-gapped); where there is a network: "
+                "megaflow-hpc images build CAMPAIGN --manifest FILE "
                 f"({docs('how-to/images.md')})"
             )
 

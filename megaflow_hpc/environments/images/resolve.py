@@ -78,7 +78,7 @@ class Images:
         """
         self.store = store
         self.builder = builder
-        self.registries = registries or Registries.configured()
+        self.registries = registries or Registries()
         self.dockerfiles = Dockerfiles()
         self.say: Callable[[str], None] = lambda line: None
         """Gets one line for each step of a Dockerfile that is made, and the progress of what is fetched."""

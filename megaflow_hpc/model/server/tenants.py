@@ -7,7 +7,6 @@ none waits inside it behind another user's queue.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -31,16 +30,13 @@ class _Caps:
 
     weight: float
     in_flight: int | None
-    interval_s: float
-    next_at: float = 0.0
 
     @classmethod
     def of(cls, caps: Mapping[str, Any], name: str) -> _Caps:
         """Returns the caps of the user ``name``: the user's own where ``caps`` has any, else those of everyone."""
         own = (caps.get("users") or {}).get(name) or {}
         merged = {**caps, **{key: value for key, value in own.items() if value is not None}}
-        rate = merged.get("requests_per_s")
-        return cls(float(own.get("weight") or 1.0), merged.get("in_flight"), 1 / float(rate) if rate else 0.0)
+        return cls(float(own.get("weight") or 1.0), merged.get("in_flight"))
 
 
 class Tenants:
@@ -48,7 +44,7 @@ class Tenants:
 
     Args:
         pool: Lists the members' keys.
-        caps: The campaign's ``pool`` section: ``in_flight``, ``requests_per_s``, and of single ``users``.
+        caps: The campaign's ``pool`` section: ``in_flight``, and of single ``users``.
     """
 
     def __init__(self, pool: EnginePool, caps: Mapping[str, Any]) -> None:
@@ -82,9 +78,5 @@ class Tenants:
     async def admit(self, name: str) -> AsyncIterator[None]:
         """A context in which a request of this user is made; entered as soon as its caps and the queue allow."""
         user = self._caps_of.setdefault(name, _Caps.of(self._caps, name))
-        if user.interval_s:
-            now = time.monotonic()
-            user.next_at, wait_s = max(user.next_at, now) + user.interval_s, user.next_at - now
-            await asyncio.sleep(max(0.0, wait_s))
         async with self._queue.turn(name, user.weight, user.in_flight):
             yield

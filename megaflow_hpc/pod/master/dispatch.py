@@ -147,7 +147,7 @@ class Dispatch:
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         planned = block.tasks[first.task_id]
-        demand, share = self._pod.demand(planned), self._pod.share(planned, first.policy)
+        demand, share = self._pod.demand(planned), first.policy
         # The other samples ran or will run in other pods. They count as rewarded.
         elsewhere = max(0, self._pod.planned(first.policy) - len(rollouts))
         ids = [rollout.id for rollout in rollouts]

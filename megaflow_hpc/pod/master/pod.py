@@ -16,7 +16,6 @@ from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.storing import Journal
 from megaflow_hpc.pod.master.walltime import Walltime
-from megaflow_hpc.pod.scheduling.failures import Pattern
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -91,10 +90,6 @@ class Pod:
         """Returns what watches the limits of the whole campaign."""
         return CampaignBudget(self.run, self.limits.model_dump())
 
-    def pattern(self) -> Pattern:
-        """Returns what watches for failures of the campaign, not of single rollouts."""
-        return Pattern(self.limits.systematic)
-
     def demand(self, planned: PlannedTask) -> Demand:
         """Returns what a task's rollouts need in addition to a slot, as far as the campaign packs by it."""
         pack = self.scheduling.pack
@@ -105,10 +100,3 @@ class Pod:
             float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
             int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
         )
-
-    def share(self, planned: PlannedTask, policy: str) -> str:
-        """Returns the policy or dataset that the slot time of a rollout is charged to under ``order: fair``."""
-        if self.scheduling.share != "dataset":
-            return policy
-        path = Path(str(planned.task.get("path", "")))
-        return path.name if path.suffix else path.parent.name

@@ -18,7 +18,7 @@ from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.master.storing import PendingResult
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.failures import TOO_SHORT, Blame, may_retry
+from megaflow_hpc.pod.scheduling.failures import SYSTEMATIC_LAST, TOO_SHORT, Blame, Pattern, may_retry
 from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
@@ -45,7 +45,7 @@ class Results:
     ) -> None:
         self._pod, self._scheduler, self._io, self._ranks = pod, scheduler, io, ranks
         self._estimates, self._drain = estimates, drain
-        self._blame, self._pattern = Blame(), pod.pattern()
+        self._blame, self._pattern = Blame(), Pattern(SYSTEMATIC_LAST)
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
@@ -57,7 +57,6 @@ class Results:
         self.began: dict[str, float] = {}
         """When each rollout was last started, by the monotonic clock."""
         self.stored = 0
-        self._failed = 0
 
     # --- ended attempts ---
 
@@ -234,14 +233,10 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts results that are on the disk. Pauses the pod if failures look systematic or exceed a limit."""
+        """Counts results that are on the disk, and pauses the pod if failures look systematic."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"
             self.stored += 1
-            self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
-        limit = self._pod.limits.failures
-        if limit is not None and self._failed >= limit:
-            self._drain.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
         self._drain.pause(self._pattern.systematic)

@@ -66,7 +66,7 @@ class Room:
         """
         with self._lock:
             if count > self._left:
-                raise SandboxError("what is kept of rollouts takes this rank's part of scheduling.partial_total_gb")
+                raise SandboxError("partial rollouts take all the disk space that this rank may use for them")
             self._left -= count
 
     def give_back(self, count: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.recordings import replays_of
-from megaflow_hpc.pod.rollout.suspension import Suspension
+from megaflow_hpc.pod.rollout.suspension import PARTIAL_BYTES, PARTIAL_TOTAL_BYTES, Suspension
 from megaflow_hpc.types import Sampling
 
 
@@ -35,10 +34,8 @@ class Services:
     """Where rollouts that are cut short are kept; ``None``: nowhere."""
 
     def __post_init__(self) -> None:
-        scheduling = self.config.scheduling
-        total = math.inf if scheduling.partial_total_gb is None else scheduling.partial_total_gb * 1e9
-        part = total / gateways(self.config.slurm.pods)
-        self.suspension = Suspension(self.gateway, self.partials, scheduling.partial_mb * 10**6, part)
+        rank_total_bytes = PARTIAL_TOTAL_BYTES / gateways(self.config.slurm.pods)
+        self.suspension = Suspension(self.gateway, self.partials, PARTIAL_BYTES, rank_total_bytes)
 
     @classmethod
     async def open(

@@ -24,19 +24,24 @@ from megaflow_hpc.pod.rollout.partial import Damaged, Partial, Room, new_name
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.texts import printable
 
+PARTIAL_BYTES = 256 * 10**6
+"""Maximum size of one partial rollout. The rollout starts anew if its sandbox's files take more."""
+PARTIAL_TOTAL_BYTES = 200e9
+"""Maximum size of all partial rollouts of a campaign. Each worker rank may use an equal part."""
+
 
 class Suspension:
     """Keeps the rollouts of a runner when its allocation ends, and reads those that were kept.
 
     Args:
-        folder: where partial rollouts are published; ``None``: none are.
-        limit: bytes of one.
-        total: bytes of all that this rank keeps, those of its earlier starts included.
+        folder: Directory for partial rollouts. ``None``: keep none.
+        limit: Maximum number of bytes of one partial rollout.
+        total: Maximum number of bytes of all that this rank keeps, its earlier starts included.
     """
 
     def __init__(self, gateway: ModelGateway, folder: Path | None, limit: int, total: float = math.inf) -> None:
         self._gateway, self._limit, self._total = gateway, limit, total
-        self.folder = folder if limit and total else None
+        self.folder = folder
         self.owner = "0"
         """Name of this rank's own directory there, the same in every start of it."""
         self._room: Room | None = None
@@ -130,7 +135,7 @@ class Suspension:
         command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
         said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
         if said and int(said[0]) > self._limit:
-            raise SandboxError(f"its files take more than {self._limit} bytes (scheduling.partial_mb)")
+            raise SandboxError(f"its files take more than {self._limit} bytes")
 
     async def read(self, name: str) -> Partial | None:
         """Reads a partial rollout to go on with; ``None`` where there is none, or it is damaged."""

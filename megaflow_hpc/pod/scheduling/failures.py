@@ -62,6 +62,8 @@ MAX_FAILURES = 6
 
 NEARLY_ALL = 0.9
 """Share of the last results that failed for one cause, from which on failures are systematic."""
+SYSTEMATIC_LAST = 32
+"""Number of latest results of a pod in which systematic failures are looked for."""
 BAD_STARTS = 4
 """Sandboxes in a row that did not start on a rank while others had theirs, after which it gets no more work."""
 
@@ -77,11 +79,11 @@ class Pattern:
     """Tells systematic failures from bad luck.
 
     Args:
-        last: how many results are looked at; ``None``: failures are never systematic.
+        last: Number of latest results that are compared.
     """
 
-    def __init__(self, last: int | None) -> None:
-        self._last: deque[str] = deque(maxlen=last or 1)
+    def __init__(self, last: int) -> None:
+        self._last: deque[str] = deque(maxlen=last)
         self._enough = last
 
     def add(self, cause: str) -> None:
@@ -91,7 +93,7 @@ class Pattern:
     @property
     def systematic(self) -> str:
         """Why to stop; empty while failures are not systematic."""
-        if not self._enough or len(self._last) < self._enough:
+        if len(self._last) < self._enough:
             return ""
         ((cause, count),) = Counter(self._last).most_common(1)
         if not cause or count < NEARLY_ALL * self._enough:

@@ -13,13 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from megaflow_hpc.config.data_algorithms import (
-    PassRateFilter,
-    ReplayConfig,
-    ShuffleConfig,
-    StalenessConfig,
-    ZeroVariance,
-)
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
@@ -54,6 +47,7 @@ def choose(
     state: Mapping[str, Any] | None = None,
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
+    pass_threshold: float = 1.0,
 ) -> Choice:
     """Chooses what one step trains on.
 
@@ -67,35 +61,35 @@ def choose(
         state: what the last call returned; nothing at first.
         random: for ``shuffle``.
         advantage: the policy's; says which rewards have to be there and have to differ.
+        pass_threshold: Reward from which a rollout has passed.
 
     Raises:
         ConfigError: a reward is infinite, or no rollout has one of the rewards that are named.
     """
     compared = advantage or AdvantageConfig()
-    settings = {step.name: step.settings for step in config.data}
-    staleness = settings.get("staleness")
+    staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
+    repeat = next((step.replay for step in config.data if step.replay), None)
     queue = ordered(groups)
     drops: filters.Drops = {}
     taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
     for step in config.data:
-        match step.settings:
-            case PassRateFilter() as bounds:
-                taken = filters.within_pass_rates(taken, bounds, drops)
-            case StalenessConfig() as bound:
-                taken = filters.fresh(taken, bound, version, drops)
-            case ShuffleConfig():
-                taken = rewards.shuffled(taken, random or np.random.default_rng(0))
-            case ZeroVariance():
-                taken = filters.varied(taken, compared, drops)
-            case _:
-                taken = rewards.shaped(taken, step)
+        if step.pass_rate is not None:
+            taken = filters.within_pass_rates(taken, step.pass_rate, pass_threshold, drops)
+        elif step.staleness is not None:
+            taken = filters.fresh(taken, step.staleness, version, drops)
+        elif step.shuffle is not None:
+            taken = rewards.shuffled(taken, random or np.random.default_rng(0))
+        elif step.zero_variance is not None:
+            taken = filters.varied(taken, compared, drops)
+        else:
+            taken = rewards.shaped(taken, step)
     again: list[SampleGroup] = []
     times = dict((state or {}).get("times", {}))
-    if isinstance(repeat := settings.get("replay"), ReplayConfig):
+    if repeat is not None:
         candidates = filters.survivors(rewards.plain(replayable(replayed, repeat, times)), compared, {})
         for step in config.data:
             candidates = rewards.shaped(candidates, step)
-        if isinstance(staleness, StalenessConfig):
+        if staleness is not None:
             candidates = filters.fresh(candidates, staleness, version, {})
         again = replay(candidates, len(taken), repeat)
         known = {group.id for group in replayed}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from megaflow_hpc.config.data_algorithms import PassRateFilter, Range, StalenessConfig
+from megaflow_hpc.config.data_algorithms import Range
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.rewards import columns, reward
@@ -79,12 +79,14 @@ def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
     return bool(len(values) and (values != values[0]).any())
 
 
-def within_pass_rates(groups: Iterable[SampleGroup], config: PassRateFilter, drops: Drops) -> list[SampleGroup]:
-    """Keeps the groups of which the share that passed lies in the range."""
+def within_pass_rates(
+    groups: Iterable[SampleGroup], bounds: Range, pass_threshold: float, drops: Drops
+) -> list[SampleGroup]:
+    """Keeps groups whose share of passed rollouts is inside the bounds."""
 
     def lack(group: SampleGroup) -> str:
-        passed = sum(reward(sample) >= config.threshold for sample in group.samples)
-        return "" if inside(passed / len(group.samples), config.range) else PASS_RATE
+        passed = sum(reward(sample) >= pass_threshold for sample in group.samples)
+        return "" if inside(passed / len(group.samples), bounds) else PASS_RATE
 
     return _whole(groups, lack, drops)
 
@@ -95,11 +97,11 @@ def inside(rate: float, bounds: Range) -> bool:
     return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
 
 
-def fresh(groups: Iterable[SampleGroup], config: StalenessConfig, version: int, drops: Drops) -> list[SampleGroup]:
-    """Keeps the samples that are young enough for a policy at ``version``."""
+def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) -> list[SampleGroup]:
+    """Keeps samples whose tokens are at most ``most`` versions older than ``version``."""
 
     def lack(sample: Sample) -> str:
-        return STALE if sample.oldest >= 0 and version - sample.oldest > config.max else ""
+        return STALE if sample.oldest >= 0 and version - sample.oldest > most else ""
 
     return _samples(groups, lack, drops)
 

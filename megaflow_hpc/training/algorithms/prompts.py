@@ -66,11 +66,13 @@ class Prompts:
     """Chooses tasks.
 
     Args:
-        config: the section ``training.prompts``.
+        config: The section ``training.prompts``.
+        pass_threshold: Reward from which a rollout has passed.
     """
 
-    def __init__(self, config: PromptsConfig) -> None:
+    def __init__(self, config: PromptsConfig, pass_threshold: float = 1.0) -> None:
         self._config = config
+        self._pass_threshold = pass_threshold
 
     def choose(
         self, tasks: Sequence[str], count: int, state: Mapping[str, Any], random: np.random.Generator
@@ -188,7 +190,7 @@ class Prompts:
         return learned
 
     def _updated(self, known: Known | None, rewards: Sequence[float]) -> Known:
-        passed = sum(value >= self._config.threshold for value in rewards)
+        passed = sum(value >= self._pass_threshold for value in rewards)
         rate = passed / len(rewards)
         before = known or Known(recent=rate)
         streak = before.streak

@@ -21,9 +21,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.config.data_algorithms import DataStep, MaskUnfinished, OverlongConfig, PenaltyConfig
+from megaflow_hpc.config.data_algorithms import DataStep
 from megaflow_hpc.config.objective import AdvantageConfig
-from megaflow_hpc.config.sections import Section
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 
@@ -35,10 +34,7 @@ def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
     """Returns groups with what a step of ``data`` adds to rewards, or takes of weights."""
-    settings = step.settings
-    if not isinstance(settings, PenaltyConfig | OverlongConfig | MaskUnfinished):
-        return list(groups)
-    return [_each(group, lambda sample: _shaped(sample, settings)) for group in groups]
+    return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
 
 
 def shuffled(groups: Sequence[SampleGroup], random: np.random.Generator) -> list[SampleGroup]:
@@ -57,16 +53,16 @@ def _plain(sample: Sample) -> Sample:
     return sample if sample.penalty == 0 and sample.weight == 1 else replace(sample, penalty=0.0, weight=1.0)
 
 
-def _shaped(sample: Sample, settings: Section) -> Sample:
+def _shaped(sample: Sample, step: DataStep) -> Sample:
     unfinished = sample.status == "truncated"
-    match settings:
-        case PenaltyConfig(unfinished=amount) if unfinished:
-            return replace(sample, penalty=sample.penalty + amount)
-        case OverlongConfig(longest=longest, buffer=buffer, penalty=amount):
-            if over := max(sample.tokens - (longest - buffer), 0):
-                return replace(sample, penalty=sample.penalty + amount * min(over / buffer, 1.0))
-        case MaskUnfinished() if unfinished:
-            return replace(sample, weight=0.0)
+    if step.penalty is not None and unfinished:
+        return replace(sample, penalty=sample.penalty + step.penalty)
+    if step.mask_unfinished is not None and unfinished:
+        return replace(sample, weight=0.0)
+    if step.overlong is not None:
+        over = max(sample.tokens - (step.overlong.longest - step.overlong.buffer), 0)
+        share = min(over / step.overlong.buffer, 1.0)
+        return replace(sample, penalty=sample.penalty + step.overlong.penalty * share)
     return sample
 
 

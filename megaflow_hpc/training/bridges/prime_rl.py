@@ -286,10 +286,8 @@ class PrimeBridge:
         return True
 
     def _publish(self, step: Step, stage: Path) -> None:
-        config = self._flow.config
-        if step.number % config.publish.every == 0 or step.number == config.steps:
-            version = step.publish(stage, move=True, keep=KEPT_VERSIONS)
-            self._say(f"step {step.number}: published as version {version.version}")
+        version = step.publish(stage, move=True, keep=KEPT_VERSIONS)
+        self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
         """A checkpoint of ours is the note that the step is done; the trainer's own are among its files."""

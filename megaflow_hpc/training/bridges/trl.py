@@ -34,7 +34,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import KEPT_VERSIONS, Step
+from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer.losses import Loss, importance_weights
 
 TRIED = "1.16"
@@ -97,14 +97,14 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "learning_rate": optimizer.lr,
         "lr_scheduler_type": optimizer.schedule,
         "warmup_steps": optimizer.warmup,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
         "weight_decay": optimizer.weight_decay,
         "max_grad_norm": optimizer.clip_norm or 0.0,
         "bf16": settings.dtype == "bfloat16",
         "gradient_checkpointing": settings.recompute,
         "save_strategy": "no",
-        "save_total_limit": config.checkpoint.keep,
+        "save_total_limit": KEPT_CHECKPOINTS,
         "logging_steps": 1,
         "report_to": [],
         # Of generations, which there are none of; the smallest that TRL takes.
@@ -279,10 +279,9 @@ class DataflowTrainer(GRPOTrainer):
             return
         step, config = self._item.step, self._flow.config
         last = step.number == config.steps
-        if last or step.number % config.publish.every == 0:
-            self._publish(step)
+        self._publish(step)
         checkpoint = None
-        if last or step.number % config.checkpoint.every == 0:
+        if last or step.number % config.checkpoint_every == 0:
             self._save_checkpoint(self.model, None)
             checkpoint = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             if not self._flow.rank:

@@ -31,7 +31,7 @@ from megaflow_hpc.rundir.weight_source import why_not_served
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import KEPT_VERSIONS, Step
+from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer import checkpoint, losses
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
@@ -78,11 +78,11 @@ class TrainingLoop:
             raise ConfigError(why)
         self._turns = GpuTurns(flow)
         self._turns.take(0)  # parameters are laid out on the GPUs
-        torch.manual_seed(flow.config.seed)
+        torch.manual_seed(flow.trained.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
         self.policy.temperature = flow.temperature
-        given = settings.optimizer.model_dump(include={"lr", "betas", "weight_decay", "clip_norm"})
+        given = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm"})
         self.optimizer = Optimizer(self.policy, **given)
         loss, weights = settings.loss, settings.importance
         self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, weights.level, weights.truncate)
@@ -121,11 +121,10 @@ class TrainingLoop:
             self.stopping = bool(self.ranks.tell(self.stopping))
             last = step.number >= flow.config.steps or self.stopping
             place = None
-            if last or step.number % flow.config.checkpoint.every == 0:
+            if last or step.number % flow.config.checkpoint_every == 0:
                 with clock("checkpoint"):
                     place = checkpoint.save(files.checkpoints, step.number, self.optimizer, self.ranks)
-            due = step.number % flow.config.publish.every == 0 or step.number >= flow.config.steps
-            if due and step.number > published and self._moved:
+            if step.number > published and self._moved:
                 with clock("publish"):
                     self._publish(step)
             self._give(clock)
@@ -134,7 +133,7 @@ class TrainingLoop:
             metrics |= {f"seconds/{name}": spent for name, spent in seconds.items()}
             step.commit(place, metrics)
             if place and self.ranks.first:
-                checkpoint.prune(files.checkpoints, flow.config.checkpoint.keep, place)
+                checkpoint.prune(files.checkpoints, KEPT_CHECKPOINTS, place)
             yield {"step": float(step.number), **step.statistics(), **metrics}
             if self.stopping:
                 return

@@ -166,25 +166,6 @@ def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path)
     assert list(EnginePool(pool.path).users()) == [own]
 
 
-def test_requests_a_second_are_spaced_for_each_user_apart(tmp_path: Path) -> None:
-    tenants = Tenants(EnginePool(tmp_path), {"requests_per_s": 20, "users": {"quick": {"requests_per_s": 1000}}})
-
-    async def spend(name: str) -> float:
-        began = time.monotonic()
-        for _ in range(6):
-            async with tenants.admit(name):
-                pass
-        return time.monotonic() - began
-
-    async def scenario() -> tuple[float, float]:
-        slow, quick = await asyncio.gather(spend("slow"), spend("quick"))
-        return slow, quick
-
-    slow, quick = asyncio.run(scenario())
-    assert slow >= 5 / 20
-    assert quick < slow
-
-
 def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path: Path) -> None:
     """As a campaign file is written down: every field that was left out is null."""
     section = EnginePoolConfig.model_validate(

@@ -184,7 +184,7 @@ def test_a_rank_on_which_no_sandbox_starts_is_left_out_and_named(tmp_path: Path)
 
 
 def test_failures_that_look_systematic_pause_the_pod_and_give_the_rest_back(tmp_path: Path) -> None:
-    played = play(tmp_path, [f"fails_user_{n}" for n in range(400)], limits={"systematic": 20})
+    played = play(tmp_path, [f"fails_user_{n}" for n in range(400)], systematic_last=20)
     assert played.state == "paused"
     assert 20 <= len(played.stored) < 400
     assert "failed for one cause, user" in played.why

@@ -24,7 +24,7 @@ from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import argv, descendants
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.partial import Partial, new_name
-from megaflow_hpc.pod.rollout.suspension import Suspension
+from megaflow_hpc.pod.rollout.suspension import PARTIAL_BYTES, Suspension
 from megaflow_hpc.types import Rollout
 from tests.support import samples
 from tests.support.campaigns import Make
@@ -59,10 +59,10 @@ def start(tmp_path: Path, make_campaign: Make) -> Begin:
     The last task has a step before that, of one command.
     """
 
-    def begin(extra: str, tasks: int, late_s: float = LATE_S) -> tuple[Run, str]:
+    def begin(extra: str, tasks: int, late_s: float = LATE_S, before: str = "true") -> tuple[Run, str]:
         mark = f"kept-{uuid.uuid4().hex}"
         commands = [
-            f"mkdir /{mark} && echo one > log",
+            f"{before} && mkdir /{mark} && echo one > log",
             "rm /etc/issue; echo two >> log",
             f"test -d /{mark} && echo three >> log",
             "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
@@ -160,8 +160,9 @@ def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_rollouts_without_room_start_anew_and_say_so(start: Begin) -> None:
-    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}scheduling: {{partial_total_gb: 0.000001}}\n", 1)
+def test_rollouts_that_are_too_large_to_keep_start_anew_and_say_so(start: Begin) -> None:
+    large = f"head -c {PARTIAL_BYTES + 10**6} /dev/urandom > /large"
+    run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 1, before=large)
     drain(run, mark, 2)
     assert not [path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]
     again = Run(run.path)
@@ -170,7 +171,7 @@ def test_rollouts_without_room_start_anew_and_say_so(start: Begin) -> None:
     with open_trajectories(run.path) as store:
         found = [row.trajectory() for row in store]
     assert [(t.status, t.reward) for t in found] == [("completed", 1.0)] * 2
-    assert all("rank's part of scheduling.partial_total_gb" in t.attempts[0].error for t in found)
+    assert all("its files take more than" in t.attempts[0].error for t in found)
 
 
 @pytest.mark.slow

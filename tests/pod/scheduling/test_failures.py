@@ -33,13 +33,6 @@ def test_a_campaign_whose_rollouts_mostly_end_well_is_never_stopped(causes: list
         assert bool(pattern.systematic) == (len(last) == 10 and most >= NEARLY_ALL * 10)
 
 
-def test_without_a_number_nothing_is_systematic() -> None:
-    pattern = Pattern(None)
-    for _ in range(100):
-        pattern.add("user")
-    assert pattern.systematic == ""
-
-
 def test_a_rank_is_bad_only_when_others_can_start_what_it_cannot_and_is_named_once() -> None:
     blame = Blame()
     assert not any(blame.add(1, "sandbox-start") for _ in range(3 * BAD_STARTS)), "nobody can: the image is at fault"

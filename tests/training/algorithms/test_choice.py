@@ -22,13 +22,13 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 from tests.support.groups import failed, group, groups, sample
 
 STEPS: list[Any] = [
-    {"penalty": {"unfinished": -0.5}},
+    {"penalty": -0.5},
     {"overlong": {"longest": 100, "buffer": 50}},
     "mask_unfinished",
     "shuffle",
     "zero_variance",
-    {"pass_rate": {"range": [0.2, 0.8]}},
-    {"staleness": {"max": 2}},
+    {"pass_rate": [0.2, 0.8]},
+    {"staleness": 2},
     {"replay": {"ratio": 0.5, "size": 3}},
 ]
 
@@ -97,7 +97,7 @@ def test_groups_with_equal_rewards_are_dropped() -> None:
 
 def test_a_penalty_before_the_filter_makes_rewards_differ() -> None:
     equal = SampleGroup("a/p", "a", (sample("a/p", 0, 0.0), sample("a/p", 1, 0.0, status="truncated")))
-    penalty = {"penalty": {"unfinished": -0.5}}
+    penalty = {"penalty": -0.5}
     assert [s.penalty for s in chosen([penalty, "zero_variance"], [equal]).taken[0].samples] == [0.0, -0.5]
     assert chosen(["zero_variance", penalty], [equal]).drops == {"a/p": "zero variance"}
 
@@ -121,14 +121,14 @@ def test_unfinished_rollouts_can_be_left_untrained() -> None:
 )
 def test_groups_outside_a_range_of_pass_rates_are_dropped(bounds: list[Any], kept: list[str]) -> None:
     there = [group([0, 0.9], "none/p"), group([0, 1], "half/p"), group([1, 1], "all/p")]
-    choice = chosen([{"pass_rate": {"range": bounds}}], there)
+    choice = chosen([{"pass_rate": bounds}], there)
     assert sorted(g.task for g in choice.taken) == sorted(kept)
     assert set(choice.drops.values()) == {"pass rate"}
 
 
 def test_samples_that_are_too_old_leave_their_group() -> None:
     there = SampleGroup("a/p", "a", tuple(sample("a/p", i, float(i), oldest=i) for i in range(4)))
-    choice = chosen([{"staleness": {"max": 2}}], [there], version=4)
+    choice = chosen([{"staleness": 2}], [there], version=4)
     assert [s.index for s in choice.taken[0].samples] == [2, 3]
     assert choice.drops == {"a/p/0": "stale", "a/p/1": "stale"}
 
@@ -187,7 +187,7 @@ def test_the_latest_groups_are_replayed_once_as_a_share_of_the_step() -> None:
 
 
 def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() -> None:
-    steps = [{"penalty": {"unfinished": -0.5}}, "mask_unfinished", {"replay": {"ratio": 0.5, "size": 9}}]
+    steps = [{"penalty": -0.5}, "mask_unfinished", {"replay": {"ratio": 0.5, "size": 9}}]
     raw = [SampleGroup("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
     taken = chosen(steps, raw).taken
     for before in (raw, taken):
@@ -197,7 +197,7 @@ def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() 
 
 def test_what_is_too_old_is_not_replayed() -> None:
     before = [group([0, 1], "old/p", oldest=0), group([0, 1], "young/p", oldest=3)]
-    steps = [{"staleness": {"max": 2}}, {"replay": {"ratio": 0.5, "size": 9}}]
+    steps = [{"staleness": 2}, {"replay": {"ratio": 0.5, "size": 9}}]
     choice = chosen(steps, [group([0, 1], f"n{i}/p", oldest=4) for i in range(4)], 4, replayed=before)
     assert [g.task for g in choice.replayed] == ["young"]
     assert choice.drops == {}
@@ -231,7 +231,7 @@ def test_nothing_is_lost_taken_twice_or_too_old(
         g.id for g in choice.left
     } == {g.id for g in there}
     samples = [s for g in (*choice.taken, *choice.replayed) for s in g.samples]
-    if {"staleness": {"max": 2}} in steps:
+    if {"staleness": 2} in steps:
         assert all(version - s.oldest <= 2 for s in samples)
     assert all(len(g.samples) >= 2 for g in choice.taken)
     assert all(s.verified for g in choice.taken for s in g.samples)
@@ -258,7 +258,7 @@ def test_the_order_of_what_is_handed_in_says_nothing(
 @settings(max_examples=60, deadline=None)
 @given(groups(), st.integers(0, 8))
 def test_filters_of_whole_groups_commute(there: list[SampleGroup], version: int) -> None:
-    filters = ["zero_variance", {"pass_rate": {"range": [0.2, 0.8]}}]
+    filters = ["zero_variance", {"pass_rate": [0.2, 0.8]}]
     results = [chosen(order, there, version) for order in (filters, filters[::-1], [filters[1], filters[0]])]
     assert all(a.taken == b.taken and a.drops.keys() == b.drops.keys() for a, b in pairwise(results))
 
@@ -266,7 +266,7 @@ def test_filters_of_whole_groups_commute(there: list[SampleGroup], version: int)
 @settings(max_examples=60, deadline=None)
 @given(groups())
 def test_amounts_add_up_in_any_order(there: list[SampleGroup]) -> None:
-    added = [{"penalty": {"unfinished": -0.5}}, {"overlong": {"longest": 100, "buffer": 50}}, "mask_unfinished"]
+    added = [{"penalty": -0.5}, {"overlong": {"longest": 100, "buffer": 50}}, "mask_unfinished"]
     one, other = chosen(added, there), chosen(added[::-1], there)
     assert [(s.id, s.weight) for g in one.taken for s in g.samples] == [
         (s.id, s.weight) for g in other.taken for s in g.samples

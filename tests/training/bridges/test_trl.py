@@ -46,7 +46,7 @@ def flow_of(name, steps=1, tasks=4, **policy):
         pods.close()
     policy = {"dtype": "float32", "recompute": False, "microbatch": 150, **policy}
     config = {"policies": {"default": policy}, "batch": {"tasks": tasks // steps}, "steps": steps,
-              "checkpoint": {"every": 2}}
+              "checkpoint_every": 2}
     return Dataflow(run, training=TrainingConfig.model_validate(config))
 
 

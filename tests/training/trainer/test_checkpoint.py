@@ -15,7 +15,7 @@ import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.training.trainer import checkpoint
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 LORA = {"rank": 1, "alpha": 2, "targets": "all-linear"}
@@ -132,7 +132,7 @@ def main():
         optimizer = start(ranks, *CASES[case])
         train(optimizer, ranks, (0, 1))
         exported(result, case, ranks, optimizer)
-    alone = Ranks(0, 1, ranks.device)
+    alone = ProcessGroup(0, 1, ranks.device)
     if ranks.first:
         for case in CASES:
             one = resume(alone, Path(f"one-{case}"), case)

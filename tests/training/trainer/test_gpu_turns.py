@@ -17,7 +17,7 @@ from megaflow_hpc.rundir.training import Given, SharedGpu
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.trainer.loop import Trainer
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 from tests.support.training import Pods, training_run
 
@@ -124,7 +124,7 @@ def shared(name, ranks):
 
 
 def main():
-    ranks, alone, result = join(), Ranks(0, 1, torch.device("cpu")), {}
+    ranks, alone, result = join(), ProcessGroup(0, 1, torch.device("cpu")), {}
     if ranks.first:
         make(Path("tiny"))
     ranks.barrier()

@@ -15,7 +15,7 @@ import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import model as room
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 LENGTHS = [7, 33, 1, 2, 60, 24]
@@ -193,7 +193,7 @@ def main():
     if not ranks.first:
         return ranks.leave()
     result = {}
-    single = shared(Ranks(0, 1, ranks.device))
+    single = shared(ProcessGroup(0, 1, ranks.device))
     for name, one, two in zip(("all", "lora"), single, both):
         result[f"ranks {name}"] = [distance(two[0], one[0]), distance(two[1], one[1]), abs(two[2] - one[2]) / one[2]]
     result["lora names"] = sorted({name.split(".lora_")[1] for name in single[1][0]})

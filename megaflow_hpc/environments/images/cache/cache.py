@@ -51,8 +51,9 @@ class ImageCache:
 
     Args:
         root: a private directory on local scratch.
-        budget_bytes, budget_inodes: what all copies together may take; ``None``: ``MEGAFLOW_CACHE_GB`` (10^9 bytes) and
-            ``MEGAFLOW_CACHE_INODES``, else four fifths of what scratch has free.
+        budget_bytes: Maximum size of all copies. Default: ``MEGAFLOW_CACHE_GB`` (10^9 bytes), else four fifths of the
+            free space of scratch.
+        budget_inodes: Maximum number of files of all copies. Default: four fifths of the free inodes of scratch.
     """
 
     def __init__(
@@ -212,8 +213,8 @@ class ImageCache:
         if not size <= self.budget:
             raise SandboxError(
                 f"{wanted.image}: needs {size.bytes / 1e9:.3g} GB and {size.inodes} files on this node, the cache may "
-                f"take {self.budget.bytes / 1e9:.3g} GB and {self.budget.inodes}; raise MEGAFLOW_CACHE_GB and "
-                "MEGAFLOW_CACHE_INODES, or set MEGAFLOW_SCRATCH to a larger place"
+                f"take {self.budget.bytes / 1e9:.3g} GB and {self.budget.inodes}; raise MEGAFLOW_CACHE_GB, "
+                "or set MEGAFLOW_SCRATCH to a larger place"
             )
 
     def _claim(self, wanted: ImagePlan, deadline: float) -> CacheClaim | None:

@@ -132,10 +132,9 @@ class CacheIndex:
             free = disk.f_bavail * disk.f_frsize + present.bytes
             bytes_ = int(DEFAULT_SHARE * free) if gigabytes is None else int(gigabytes * 1e9)
         if inodes is None:
-            count = _positive("MEGAFLOW_CACHE_INODES")
             # File systems without a fixed number of inodes report 0.
             free = disk.f_favail + present.inodes if disk.f_files else 1 << 62
-            inodes = int(DEFAULT_SHARE * free) if count is None else int(count)
+            inodes = int(DEFAULT_SHARE * free)
         return DiskUsage(bytes_, inodes)
 
     # --- what is here -------------------------------------------------------------------------------------------
