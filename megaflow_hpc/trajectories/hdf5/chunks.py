@@ -7,6 +7,8 @@ threads. Only pipelines that this package writes are decoded. HDF5 reads all oth
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import h5py
@@ -15,11 +17,13 @@ from h5py import h5z
 from numpy.typing import NDArray
 
 try:
-    from isal.isal_zlib import decompressobj
-    from isal.isal_zlib import error as inflate_error
+    from isal import isal_zlib
 except ImportError:  # no wheel for this processor
-    from zlib import decompressobj
-    from zlib import error as inflate_error
+    inflater: Callable[[], Any] = zlib.decompressobj
+    InflateError: Any = zlib.error
+else:
+    inflater = isal_zlib.decompressobj
+    InflateError = isal_zlib.error
 
 _PIPELINE = (h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32)
 _CHECKSUM_BYTES = 4
@@ -46,30 +50,29 @@ class ChunkDecoder:
             return None
         size = self._dataset.chunks[0]
         size_bytes = size * self._dtype.itemsize
-        place = (number * size,)
+        buffer = np.empty(2 * size_bytes + _OVERHEAD_BYTES, np.uint8)
         try:
-            stored_bytes = self._dataset.id.get_chunk_info_by_coord(place).size
-            if not 0 < stored_bytes <= 2 * size_bytes + _OVERHEAD_BYTES:  # never written, or damaged
-                return None
-            skipped_filters, data = self._dataset.id.read_direct_chunk(place)
-        except (OSError, RuntimeError, ValueError):
+            skipped_filters, stored = self._dataset.id.read_direct_chunk((number * size,), out=buffer)
+        except (OSError, RuntimeError, ValueError):  # never written, damaged, or larger than the buffer
             return None
+        data = bytes(stored)
         if skipped_filters:
             return None
         if self._checked:
             data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
             if not _matches_fletcher32(data, checksum):
                 return None
-        inflater = decompressobj()
+        stream = inflater()
         try:
-            inflated = inflater.decompress(data, size_bytes + 1)  # with room left it also reads deflate's own checksum
-        except inflate_error:
+            inflated = stream.decompress(data, size_bytes + 1)  # with room left it also reads deflate's own checksum
+        except InflateError:
             return None
-        if not inflater.eof or len(inflated) != size_bytes:
+        if not stream.eof or len(inflated) != size_bytes:
             return None
+        entries = np.frombuffer(inflated, np.uint8)
         if self._shuffled:
-            inflated = _unshuffled(inflated, self._dtype.itemsize)
-        return np.frombuffer(inflated, self._dtype)
+            entries = _unshuffled(entries, self._dtype.itemsize)
+        return entries.view(self._dtype)
 
 
 def _matches_fletcher32(data: bytes, stored: bytes) -> bool:
@@ -83,9 +86,9 @@ def _matches_fletcher32(data: bytes, stored: bytes) -> bool:
     return sum_matches and weighted_sum_matches
 
 
-def _unshuffled(data: bytes, width: int) -> NDArray[np.uint8]:
+def _unshuffled(data: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
     """Returns entries of ``width`` bytes from their first bytes, their second bytes and so on."""
-    planes = np.frombuffer(data, np.uint8).reshape(width, -1)
+    planes = data.reshape(width, -1)
     entries = np.empty((planes.shape[1], width), np.uint8)
     for place, plane in enumerate(planes):
         entries[:, place] = plane
