@@ -1,8 +1,11 @@
-"""Reads columns of a campaign file, or parts of them, with plain h5py."""
+"""Reads columns of a campaign file, or parts of them. Everything except :func:`read_slices` is plain h5py."""
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +13,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow_hpc.trajectories.hdf5.chunks import ChunkDecoder
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS, OPTIONAL, STRING, TEXT, text_offset
 
-_WINDOW = 1 << 20
-"""Maximum number of entries that :func:`read_slices` reads at once, unless one slice is longer."""
+_MAX_THREADS = 4
+_MIN_CHUNK = 256
+"""Entries of the smallest chunk that :func:`read_slices` decodes. No file that this package wrote has a smaller one."""
+_CHUNKS_PER_TASK = 16
+"""Chunks that a thread decodes one after another, since a task for each chunk costs more than a short chunk does."""
 
 
 def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:
@@ -104,7 +111,7 @@ def text(values: NDArray[Any]) -> NDArray[Any]:
 def read_slices(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
     """Returns the slices ``[starts[i], ends[i])`` end to end, in the given order.
 
-    Slices that are close to each other are read together, so that HDF5 inflates each chunk once.
+    Decodes each chunk once, in file order. A few threads decode, since inflating releases Python's lock.
 
     Args:
         dataset: numbers.
@@ -116,34 +123,48 @@ def read_slices(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArray[
     sizes = ends - starts
     targets = np.cumsum(sizes) - sizes
     result = np.empty(int(sizes.sum()), dataset.dtype)
-    order = np.argsort(starts, kind="stable")
-    gap = dataset.chunks[0] if dataset.chunks else 1
-    slices = zip(starts[order].tolist(), ends[order].tolist(), targets[order].tolist(), strict=True)
-    for group in _neighbours(slices, gap):
-        first = group[0][0]
-        values = read(dataset, first, max(end for _, end, _ in group))
-        for start, end, target in group:
-            result[target : target + end - start] = values[start - first : end - first]
+    if dataset.chunks is None or dataset.chunks[0] < _MIN_CHUNK:
+        for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
+            result[target : target + end - start] = read(dataset, start, end)
+        return result
+    chunk_size = dataset.chunks[0]
+    pieces = _pieces_by_chunk(starts, ends, targets, chunk_size)
+    decoder = ChunkDecoder(dataset)
+
+    def copy_chunks(numbers: list[int]) -> None:
+        for number in numbers:
+            first = number * chunk_size
+            values = decoder.decode(number)
+            if values is None:
+                values = read(dataset, first, first + chunk_size)
+            for start, end, target in pieces[number]:
+                result[target : target + end - start] = values[start - first : end - first]
+
+    numbers = sorted(pieces)
+    tasks = [numbers[place : place + _CHUNKS_PER_TASK] for place in range(0, len(numbers), _CHUNKS_PER_TASK)]
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for _ in pool.map(copy_chunks, tasks):
+            pass
     return result
 
 
-Slice = tuple[int, int, int]
-"""(start, end, target): entries ``[start, end)`` go to position ``target`` of the result."""
+Piece = tuple[int, int, int]
+"""(start, end, target): entries ``[start, end)``, all in one chunk, go to position ``target`` of the result."""
 
 
-def _neighbours(slices: Iterator[Slice], gap: int) -> Iterator[list[Slice]]:
-    """Yields groups of ascending slices that have less than ``gap`` entries between them."""
-    group: list[Slice] = []
-    last = 0
-    for item in slices:
-        start, end, _ = item
-        if group and (start > last + gap or end > group[0][0] + _WINDOW):
-            yield group
-            group = []
-        last = max(last, end) if group else end
-        group.append(item)
-    if group:
-        yield group
+def _pieces_by_chunk(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], targets: NDArray[np.int64], chunk_size: int
+) -> dict[int, list[Piece]]:
+    """Returns the slices, divided at the bounds of chunks, by number of the chunk."""
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
+        first = start
+        while first < end:
+            number = first // chunk_size
+            last = min(end, (number + 1) * chunk_size)
+            pieces[number].append((first, last, target + first - start))
+            first = last
+    return pieces
 
 
 def offset_faults(file: h5py.File) -> Iterator[str]:

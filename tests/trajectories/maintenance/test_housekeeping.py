@@ -35,9 +35,11 @@ def run(tmp_path):
     lost = [Attempt(0, "failed", "node", "lost", "node-1", "17_3", 1.0, 2.0)]
     items = []
     for n in range(40):
-        attempts = [*(lost if n % 4 == 0 else []), Attempt(n % 4 == 0, "completed", "", "", "node-2", "17_3", 3.0, 4.0)]
+        number = int(n % 4 == 0)
+        last = Attempt(number, "completed", "", "", "node-2", "17_3", 3.0, 4.0)
+        attempts = [*lost, last] if number else [last]
         artifacts = [Artifact("patch.diff", b"+1\n" * n), Artifact("verifier.log", b"ok\n" * 50)]
-        items.append((0, 0, trajectory(n, attempt=int(n % 4 == 0), attempts=attempts, artifacts=artifacts)))
+        items.append((0, 0, trajectory(n, attempt=number, attempts=attempts, artifacts=artifacts)))
     commit(run, "a", *items)
     return run
 
