@@ -20,9 +20,9 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 203,
     "environment variables": 29,
-    "modules": 538,
-    "public class names that exist twice": 27,
-    "hard phrases in 1,000 docstrings": 147,
+    "modules": 540,
+    "public class names that exist twice": 1,
+    "hard phrases in 1,000 docstrings": 112,
     "thousand tokens of agents": 12,
     "thousand tokens of at the top": 4,
     "thousand tokens of campaign": 25,
@@ -34,13 +34,13 @@ BUDGETS = {
     "thousand tokens of ledger": 15,
     "thousand tokens of model": 58,
     "thousand tokens of monitor": 10,
-    "thousand tokens of pod": 35,
+    "thousand tokens of pod": 34,
     "thousand tokens of report": 20,
     "thousand tokens of rundir": 22,
     "thousand tokens of slurm": 13,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 35,
-    "thousand tokens of trajectories": 44,
+    "thousand tokens of training": 34,
+    "thousand tokens of trajectories": 45,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
