@@ -30,7 +30,7 @@ FIELDS = "JobID,State,Start,End,AllocCPUS,TotalCPU,AllocTRES,TRESUsageInTot"
 
 
 @dataclass(frozen=True)
-class JobUse:
+class ElementUse:
     """One start of one element, with its allocation. Times are in seconds UTC."""
 
     id: str
@@ -45,7 +45,7 @@ class JobUse:
 class Efficiency:
     """Allocation and actual use of one start of one element."""
 
-    use: JobUse
+    use: ElementUse
     state: str
     cpu_s: float
     """CPU time of all processes. 0 until the first step has ended."""
@@ -102,7 +102,7 @@ def _asked(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]
         if start.isdigit():
             gpus = re.search(r"\bgres/gpu=(\d+)", held)
             count = int(gpus[1]) if gpus else 0
-            use = JobUse(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
+            use = ElementUse(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
             starts.append(Efficiency(use, state.split(" ")[0], _duration_s(cpu), _megabytes(held), None))
     return found, open_
 

@@ -21,7 +21,7 @@ from megaflow_hpc.rundir.record import ServerGroup, read_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, reasons, script, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays
-from megaflow_hpc.slurm.efficiency import ACCOUNTING_DELAY_S, JobUse, efficiencies
+from megaflow_hpc.slurm.efficiency import ACCOUNTING_DELAY_S, ElementUse, efficiencies
 from megaflow_hpc.slurm.resources import Cap
 from tests.support.training import training_run
 
@@ -174,7 +174,7 @@ def test_what_elements_used_is_read_beside_what_they_held(prints: Print) -> None
         "7_2|PENDING|Unknown|Unknown|0|00:00:00||\n",
     )
     first, again, running = efficiencies(["7"])
-    assert (first.use, first.state) == (JobUse("7_0", 1795335100, 1795335160, 4, 0), "COMPLETED")
+    assert (first.use, first.state) == (ElementUse("7_0", 1795335100, 1795335160, 4, 0), "COMPLETED")
     assert (first.cpu_s, first.memory_asked_mb, first.memory_peak_mb) == (90.5, 8192.0, 3584.0)
     assert (again.use.gpus, again.cpu_s, again.memory_asked_mb, again.memory_peak_mb) == (2, 86401.0, 8000.0, 1.0)
     assert (running.use.ended_at, running.memory_peak_mb) == (None, None)
