@@ -300,8 +300,8 @@ CRAFTED = ATTACKS | {
 CONFINED = """
 import json, sys
 from megaflow_hpc.cli import confined, main
-from megaflow_hpc.host.child import Limits
-confined.LIMITS = Limits(memory_bytes=512 << 20, cpu_s=2, file_bytes=64 << 20)
+from megaflow_hpc.host.child import ProcessLimits
+confined.LIMITS = ProcessLimits(memory_bytes=512 << 20, cpu_s=2, file_bytes=64 << 20)
 statuses = [main(words) for words in json.loads(sys.argv[1])]
 print("STATUSES", json.dumps(statuses))
 """

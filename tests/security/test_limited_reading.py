@@ -54,8 +54,8 @@ def run(make_campaign: Make, tmp_path: Path) -> RunDir:
 LIMITED = """
 import sys
 from megaflow_hpc.cli import confined, main
-from megaflow_hpc.host.child import Limits
-confined.LIMITS = Limits(int(sys.argv[1]), 60, 1 << 20)
+from megaflow_hpc.host.child import ProcessLimits
+confined.LIMITS = ProcessLimits(int(sys.argv[1]), 60, 1 << 20)
 sys.exit(main(sys.argv[2:]))
 """
 """Carries out a verb; a confined process may use the given number of bytes."""
@@ -180,7 +180,7 @@ def test_a_confined_process_writes_no_large_file(tmp_path: Path) -> None:
 
 STUCK = """
 import signal, sys, time
-from megaflow_hpc.host.child import Limits, run_confined
+from megaflow_hpc.host.child import ProcessLimits, run_confined
 
 def stuck():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -188,7 +188,7 @@ def stuck():
     time.sleep(600)
     return 0
 
-print(run_confined(stuck, Limits(64 << 30, 60, 1 << 20)))
+print(run_confined(stuck, ProcessLimits(64 << 30, 60, 1 << 20)))
 """
 
 
