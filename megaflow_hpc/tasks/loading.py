@@ -1,4 +1,4 @@
-"""A campaign's tasks: found, read, filtered."""
+"""Finds, reads and filters the tasks of a campaign."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def load_tasks(
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
 ) -> list[Task]:
-    """Every task of every source, in order of source and, within one, of id.
+    """Returns every task of every source, ordered by source and then by id.
 
     Args:
         sources: ``{path, include, exclude, limit, mode}`` as in the campaign file; a bare string is a path. Paths are
             globs relative to ``base_dir``; include and exclude are shell patterns on ids.
-        dockerfiles: reads the tasks' Dockerfiles, for whoever resolves their images afterwards.
+        base_dir: the directory of the campaign file.
+        dockerfiles: reads the tasks' Dockerfiles, and caches them for resolving images.
 
     Raises:
-        Mistakes: sources without tasks, broken tasks, ids that two tasks have.
+        Mistakes: sources without tasks, invalid tasks, duplicate ids.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
@@ -42,12 +43,12 @@ def load_tasks(
         for task in found:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
-                mistakes.append(f"task id {task.id} is there twice: {other.path} and {task.path}; rename one directory")
+                mistakes.append(f"task id {task.id} is used twice: {other.path} and {task.path}; rename one directory")
             tasks[task.id] = task
     if mistakes:
         raise Mistakes(mistakes)
     if not tasks:
-        raise ConfigError("tasks: no source is named; add at least one path")
+        raise ConfigError("tasks: the list is empty; add at least one path")
     return list(tasks.values())
 
 
@@ -65,8 +66,8 @@ def _of_source(
     ]
     if not kept:
         raise ConfigError(
-            f"tasks: {path}: {len(found)} tasks, but none is left by include {list(include)} and "
-            f"exclude {list(exclude)}; ids are such as {found[0].id}"
+            f"tasks: {path}: {len(found)} tasks, but include {list(include)} and "
+            f"exclude {list(exclude)} leave none; an example of an id is {found[0].id}"
         )
     if mode := options.get("mode"):
         kept = [replace(task, mode=mode) for task in kept]

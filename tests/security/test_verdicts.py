@@ -172,7 +172,7 @@ def test_what_a_step_leaves_keeps_no_later_step_from_its_verdict(
     for name in IN_THE_WAY:
         status, kind, reward, error = told[name]
         assert (status, reward) == ("completed", 0.0 if kind else 0.5), told[name]
-        assert "cannot be set up in what the steps before have left" in error or not kind, told[name]
+        assert "cannot be set up on the files of the earlier steps" in error or not kind, told[name]
     assert told["a directory"][1] == "agent"
 
 

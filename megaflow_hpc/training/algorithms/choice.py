@@ -1,8 +1,8 @@
-"""What one step trains on: the steps of ``data``, one after the other, on as many groups as a batch has tasks.
+"""Chooses the groups of one step: applies the steps of ``data`` in order.
 
-A step settles ``want`` groups, be they trained on or dropped: as many as are asked for at a time. So what is dropped
-makes a step smaller, and never makes a later one wait for groups that nobody asks for; or, with ``batch.refill``, who
-plans settles more groups until the step is full.
+A step settles ``want`` groups, whether it trains on them or drops them. This is also the number of groups requested
+for each step. So dropped groups make a step smaller, but no later step waits for groups that nobody requested. With
+``batch.refill``, the planner settles more groups until the step is full.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of the groups that were there."""
+    """The result of choosing the groups of a step."""
 
     taken: tuple[SampleGroup, ...]
-    """Trained on, in this order; each with the samples that are left, their penalties and weights."""
+    """Groups to train on, in this order, each with its remaining samples, their penalties and weights."""
     drops: dict[str, str]
-    """Id → cause: of a sample that has left its group, of a group that is not taken."""
+    """Id of a dropped sample or group → cause."""
     left: tuple[SampleGroup, ...]
-    """Not looked at yet; they wait for a later step."""
+    """Groups that wait for a later step."""
     replayed: tuple[SampleGroup, ...]
-    """Trained on again, of those handed in."""
+    """Groups of ``replayed`` that the step trains on again."""
     state: dict[str, Any]
-    """For the next call."""
+    """State for the next call."""
 
 
 def choose(
@@ -55,21 +55,20 @@ def choose(
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
 ) -> Choice:
-    """Chooses what one step trains on.
+    """Chooses the groups that one step trains on.
 
     Args:
-        config: the section ``training``, of which ``data`` counts.
-        groups: complete ones, in any order, each once.
-        version: ordinal of the policy's newest weights, from which staleness counts.
-        want: groups that are settled, at most.
-        replayed: groups that were taken before, the latest last, as they were handed in or as they were taken; the last
-            ``size`` of ``replay`` are enough.
-        state: what the last call returned; nothing at first.
-        random: for ``shuffle``, and for ``replay`` with ``select: random``.
-        advantage: the policy's; says which rewards have to be there and have to differ.
+        config: the section ``training``; ``data`` is used.
+        groups: complete groups in any order, each once.
+        version: ordinal of the policy's newest weights; staleness counts from here.
+        want: maximum number of groups to settle.
+        replayed: groups that earlier steps trained on, the latest last. The last ``size`` of ``replay`` are enough.
+        state: the state that the last call returned; ``None`` at first.
+        random: generator for ``shuffle``, and for ``replay`` with ``select: random``.
+        advantage: the policy's advantage; says which rewards must be present and must differ.
 
     Raises:
-        ConfigError: a reward is infinite, or no rollout has one of the rewards that are named.
+        ConfigError: a reward is infinite, or no rollout has a reward of a given name.
     """
     compared = advantage or AdvantageConfig()
     settings = {step.name: step.settings for step in config.data}

@@ -15,7 +15,7 @@ from megaflow_hpc.tasks.formats import TASK_ID, format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.rewards import LARGEST, read_rewards
+from megaflow_hpc.tasks.harbor.rewards import MAX_REWARD, read_rewards
 from megaflow_hpc.tasks.harbor.steps import steps_of
 from megaflow_hpc.tasks.swebench.instances import read_instances
 from megaflow_hpc.tasks.swebench.lines import load, read_tasks
@@ -171,7 +171,8 @@ def _rewards(folder: Path) -> Iterator[Feed]:
             (folder / name).write_bytes(data)
             with contextlib.suppress(ValueError):
                 found = read_rewards(folder)
-                if not found or not all(abs(value) <= LARGEST and name.isprintable() for name, value in found.items()):
+                valid = all(abs(value) <= MAX_REWARD and name.isprintable() for name, value in found.items())
+                if not found or not valid:
                     raise Broken("rewards", found)
             (folder / name).unlink()
 

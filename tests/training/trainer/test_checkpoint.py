@@ -15,7 +15,7 @@ import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.training.trainer import checkpoint
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 LORA = {"rank": 1, "alpha": 2, "targets": "all-linear"}
@@ -132,7 +132,7 @@ def main():
         optimizer = start(ranks, *CASES[case])
         train(optimizer, ranks, (0, 1))
         exported(result, case, ranks, optimizer)
-    alone = Ranks(0, 1, ranks.device)
+    alone = ProcessGroup(0, 1, ranks.device)
     if ranks.first:
         for case in CASES:
             one = resume(alone, Path(f"one-{case}"), case)
@@ -227,8 +227,8 @@ def test_old_checkpoints_and_those_of_dead_trainers_go_but_never_the_needed_one(
 
 
 def test_a_checkpoint_of_another_model_or_half_of_one_is_refused(found):
-    assert "is of another model" in found["other"]
-    assert "no whole checkpoint" in found["half-written"]
+    assert "belongs to another model" in found["other"]
+    assert "the checkpoint is incomplete" in found["half-written"]
     assert "4: is damaged" in found["damaged"]
 
 

@@ -16,8 +16,8 @@ from launchers.tiny_model import make
 from megaflow_hpc.rundir.training import Given, SharedGpu
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.trainer.loop import Trainer
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.loop import TrainingLoop
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 from tests.support.training import Pods, training_run
 
@@ -114,7 +114,7 @@ def shared(name, ranks):
 
         threading.Thread(target=sample, daemon=True).start()
     ranks.barrier()
-    trainer = Trainer(Dataflow(name, rank=ranks.rank, ranks=ranks.count), ranks)
+    trainer = TrainingLoop(Dataflow(name, rank=ranks.rank, ranks=ranks.count), ranks)
     trainer._compared = True  # no engine has sampled it
     metrics = list(trainer.steps())
     if server:
@@ -124,7 +124,7 @@ def shared(name, ranks):
 
 
 def main():
-    ranks, alone, result = join(), Ranks(0, 1, torch.device("cpu")), {}
+    ranks, alone, result = join(), ProcessGroup(0, 1, torch.device("cpu")), {}
     if ranks.first:
         make(Path("tiny"))
     ranks.barrier()

@@ -38,8 +38,8 @@ from megaflow_hpc.rundir.weights import current, versions
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import Commit, TrainingFiles
 from megaflow_hpc.training.trainer import checkpoint
-from megaflow_hpc.training.trainer.loop import Trainer
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.loop import TrainingLoop
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from tests.support.training import Pods, training_run
 
 TRAINING = {
@@ -102,7 +102,7 @@ def at_work(run, spoil=None):
 def train(run, ranks, most=None, **options):
     """Metrics by step, and the trainer."""
     flow = Dataflow(run, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, **options)
-    trainer, found = Trainer(flow, ranks), []
+    trainer, found = TrainingLoop(flow, ranks), []
     for metrics in trainer.steps():
         found.append(metrics)
         if len(found) == most:
@@ -152,7 +152,7 @@ def broken(run_name, alone):
     """The same of a model that has diverged."""
     run = training_run(Path(run_name), training(), tasks=2, samples=4, model="tiny")
     stop = at_work(run)
-    trainer = Trainer(Dataflow(run, say=lambda text: None), alone)
+    trainer = TrainingLoop(Dataflow(run, say=lambda text: None), alone)
     with torch.no_grad():
         next(iter(trainer.optimizer.masters.values())).fill_(math.nan)
     told = error(lambda: list(trainer.steps()))
@@ -195,7 +195,7 @@ def set_far(one):
 def main():
     torch.set_num_threads(1)
     ranks = join()
-    alone = Ranks(0, 1, ranks.device)
+    alone = ProcessGroup(0, 1, ranks.device)
     result, runs, ends = {}, {}, {}
     cases = {
         "plain": {},
@@ -325,7 +325,7 @@ def test_deltas_are_a_tenth_of_the_bytes_and_what_was_trained(found):
 
 
 def test_rollouts_that_cannot_be_trained_on_change_nothing(found):
-    for name, said in (("token", "knows 259 tokens"), ("nan", "the loss is nan"), ("far", "another model")):
+    for name, said in (("token", "has 259 tokens"), ("nan", "the loss is nan"), ("far", "another model")):
         told, commits, published, checkpoints = found[name]
         assert said in (told or ""), name
         assert (commits, published, checkpoints) == ([], 0, [])

@@ -15,7 +15,7 @@ import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer import model as room
-from megaflow_hpc.training.trainer.model import Ranks, join, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 LENGTHS = [7, 33, 1, 2, 60, 24]
@@ -62,7 +62,7 @@ def one_by_one(policy):
                 loss = loss + logprob * scale[t] + 0.3 * entropy * positions[t].sin()
                 found[:, t] = torch.stack([logprob, entropy]).detach()
     loss.backward()
-    policy.causal.set_attn_implementation(room.ATTENTION)
+    policy.causal.set_attn_implementation(room.ATTENTION_NAME)
     return found, gradients(policy)
 
 
@@ -77,10 +77,10 @@ def alone(result, here):
     weigh(policy, *row()).backward()
     result["gradient"] = distance(gradients(policy), wanted)
     policy.zero_grad()
-    whole, room.LOGITS = room.LOGITS, 259 * 10
+    whole, room.CHUNK_LOGITS = room.CHUNK_LOGITS, 259 * 10
     weigh(policy, *row()).backward()
     result["chunks"] = distance(gradients(policy), wanted)
-    room.LOGITS = whole
+    room.CHUNK_LOGITS = whole
 
     tokens, positions, offsets, where = row()
     policy.zero_grad()
@@ -193,7 +193,7 @@ def main():
     if not ranks.first:
         return ranks.leave()
     result = {}
-    single = shared(Ranks(0, 1, ranks.device))
+    single = shared(ProcessGroup(0, 1, ranks.device))
     for name, one, two in zip(("all", "lora"), single, both):
         result[f"ranks {name}"] = [distance(two[0], one[0]), distance(two[1], one[1]), abs(two[2] - one[2]) / one[2]]
     result["lora names"] = sorted({name.split(".lora_")[1] for name in single[1][0]})
