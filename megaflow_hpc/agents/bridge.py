@@ -1,7 +1,7 @@
-"""Runs a synchronous agent in a thread, beside the event loop that owns its sandbox and model.
+"""Runs a synchronous agent in a thread. The event loop owns its sandbox and model.
 
-Where the agent waits for the sandbox or the model, the work is done in the event loop. A thread cannot be killed, so
-cancelling the rollout cancels the work that it waits for and refuses any further: the thread ends at its next wait.
+If the agent waits for the sandbox or the model, the event loop does the work. A thread cannot be killed. So cancelling
+the rollout cancels the current work and refuses further work: the thread ends at its next wait.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class AgentStopped(BaseException):
-    """Raised in the agent's thread once the rollout is cancelled; an agent's ``except Exception`` does not catch it."""
+    """Raised in the agent's thread when the rollout is cancelled; an agent's ``except Exception`` does not catch it."""
 
 
 class SandboxBridge:
-    """Connects one agent's thread with the event loop in which it is made."""
+    """Connects an agent's thread with the event loop that creates the bridge."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -29,10 +29,10 @@ class SandboxBridge:
         self._stopped = False
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Called in the thread: runs ``work`` in the event loop and returns its result.
+        """Runs ``work`` in the event loop and returns its result. Called in the thread.
 
         Raises:
-            Stopped: The rollout is cancelled.
+            AgentStopped: The rollout is cancelled.
         """
         with self._lock:
             if self._stopped:
@@ -46,14 +46,14 @@ class SandboxBridge:
             raise AgentStopped from None
 
     def stop(self) -> None:
-        """Cancels the work that the thread waits for, and refuses any further."""
+        """Cancels the work that the thread waits for, and refuses further work."""
         with self._lock:
             self._stopped = True
             if self._pending is not None:
                 self._pending.cancel()
 
     async def run(self, program: Callable[[], T], name: str) -> T:
-        """Called in the loop: runs ``program`` in a thread and returns its result; stops it if cancelled."""
+        """Runs ``program`` in a thread and returns its result; stops it if cancelled. Called in the event loop."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def finish(result: T | None, error: BaseException | None) -> None:
@@ -73,7 +73,7 @@ class SandboxBridge:
                 outcome = (None, error)
             try:
                 self._loop.call_soon_threadsafe(finish, *outcome)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, so no caller waits for the result
                 pass
 
         threading.Thread(target=body, name=name, daemon=True).start()

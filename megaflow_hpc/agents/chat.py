@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import aiohttp
 
 TIMEOUT_S = 3600.0
-"""Timeout of one call in seconds; above the gateway's own limits, so it catches only a gateway that is gone."""
+"""Timeout of one call in seconds. It is above the gateway's own limits, so it detects only a lost gateway."""
 
 
 class CallRefused(Exception):
-    """The engine refused the request (4xx), such as for its length or an unknown parameter."""
+    """The engine refused the request (4xx), for example because of its length or an unknown parameter."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the model refused the call (HTTP {status}): {message}")
@@ -31,15 +31,15 @@ class BudgetExceeded(Exception):
 
 
 class Suspended(BaseException):
-    """The rollout goes on in another allocation, with this call. An agent's ``except Exception`` does not catch it."""
+    """The rollout will repeat this call in another allocation. An agent's ``except Exception`` does not catch it."""
 
 
 class ChatClient:
-    """Makes calls to a model. An async context manager.
+    """Makes calls to a model; an async context manager.
 
     Args:
         model: The endpoint.
-        options: Fields sent with every call: ``temperature``, ``max_tokens``, …
+        options: Fields of every call: ``temperature``, ``max_tokens``, …
     """
 
     def __init__(self, model: ModelEndpoint, options: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class ChatClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatClient:
-        import aiohttp  # planning knows the agent without it
+        import aiohttp  # imported late, because planning creates agents without aiohttp
 
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._model.api_key}"}
@@ -61,13 +61,13 @@ class ChatClient:
             await self._session.close()
 
     async def complete(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Makes one call and returns the first choice of the answer, with ``message`` and ``finish_reason``.
+        """Makes one call. Returns the first choice of the answer, with ``message`` and ``finish_reason``.
 
         Raises:
-            ModelServiceError: No engine could answer, or the gateway is gone.
-            CallRefused: The request is at fault.
+            ModelServiceError: No engine could answer, or the gateway is lost.
+            CallRefused: The request is invalid.
             BudgetExceeded: The rollout has used up its budget.
-            Suspended: The allocation ends.
+            Suspended: The allocation is ending.
         """
         import aiohttp
 
@@ -92,7 +92,7 @@ class ChatClient:
 
 
 def _error_fields(raw: bytes) -> tuple[str, str]:
-    """Returns message and type of an error in OpenAI's shape; of any other body its text."""
+    """Returns message and type of an error in OpenAI's format; for another body, its text and an empty type."""
     try:
         body = json.loads(raw)
         error = body.get("error", body)

@@ -1,13 +1,13 @@
-"""A campaign's own agents: Python modules beside its campaign file, kept with the run as they were when it was planned.
+"""A campaign's own agents: Python modules next to its campaign file. Planning copies them into the run.
 
 ::
 
-    RUN/code/my_agent.py       a module that an agent was found in, or that it imported
-    RUN/code/my_agents/…       a package, whole, with the files that are not Python's
-    RUN/code/prompts/…         what a module that reads by ``__file__`` names of its directory
+    RUN/code/my_agent.py       a module that defines an agent, or that such a module imports
+    RUN/code/my_agents/…       a whole package, including its data files
+    RUN/code/prompts/…         files that a module names in its text and reads by ``__file__``
 
-Processes of a pod look there first, so an agent that is edited while its campaign runs changes nothing of it, and one
-that is removed neither. They look in the campaign file's directory last: for modules of which no text tells the name.
+Processes of a pod search this directory first. So editing or removing an agent during a campaign has no effect on it.
+They search the campaign file's directory last, for modules that no source text names.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory, write_atomic
 
 MAX_FILES, MAX_BYTES = 2000, 64 * 2**20
-"""Largest code that is kept with a run."""
+"""Limits of the code that is stored with a run."""
 DATA_FILES, DATA_BYTES = 200, 16 * 2**20
-"""Largest directory or file of a name in its text that is kept too; a link leads to what is larger."""
+"""Limits of a named data directory or file that is copied too; larger ones are linked."""
 
 
 def look_in(kept: str, beside: str) -> None:
-    """Makes this process import modules from ``kept`` before all others, and from ``beside`` after them."""
+    """Lets this process import modules from ``kept`` before all others, and from ``beside`` after them."""
     if kept and kept not in sys.path:
         sys.path.insert(0, kept)
     if beside and beside not in sys.path:
@@ -39,7 +39,7 @@ def look_in(kept: str, beside: str) -> None:
 
 
 def imported_from(directory: str) -> list[str]:
-    """Returns the files and directories in ``directory`` that this process has imported modules from, by name."""
+    """Returns the names of the files and directories in ``directory`` from which this process has imported modules."""
     found: set[str] = set()
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
@@ -51,12 +51,17 @@ def imported_from(directory: str) -> list[str]:
 
 
 def keep(names: Iterable[str], directory: Path, place: Path) -> None:
-    """Copies modules and packages of ``directory``, by file name, to ``place``, and what their text names of it.
+    """Copies modules and packages of ``directory`` to ``place``, and the files that their text names.
 
-    That is what they import later, and where one reads by ``__file__``, the files and directories that it names.
+    These are modules that they import later, and, if a module uses ``__file__``, files and directories that it names.
+
+    Args:
+        names: file names of the modules and packages.
+        directory: their directory.
+        place: the target directory.
 
     Raises:
-        ConfigError: They are more than :data:`MAX_FILES` files or :data:`MAX_BYTES`, or cannot be read.
+        ConfigError: The code exceeds :data:`MAX_FILES` or :data:`MAX_BYTES`, or cannot be read.
     """
     count = size = 0
     waiting, known, data = sorted(names, reverse=True), set(names), set[str]()
@@ -65,8 +70,8 @@ def keep(names: Iterable[str], directory: Path, place: Path) -> None:
             count, size = count + 1, size + _copy(file, directory, place, MAX_BYTES - size)
             if count > MAX_FILES or size > MAX_BYTES:
                 raise ConfigError(
-                    f"{directory}: what its agents import is more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, "
-                    f"found at {file}; keep the agent in a module or a package of its own"
+                    f"{directory}: its agents import more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, "
+                    f"exceeded at {file}; move the agent to a separate module or package"
                 )
             if file.suffix == ".py":
                 imported, named = _named(file.read_bytes(), directory)
@@ -87,10 +92,10 @@ def keep(names: Iterable[str], directory: Path, place: Path) -> None:
 
 
 def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
-    """Returns the modules and packages in ``directory`` that a module imports anywhere, and the files that it names."""
+    """Returns the modules and packages in ``directory`` that a module imports, and the files that it names."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a template, or of another Python
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a template, or for another Python version
         return set(), set()
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
@@ -106,15 +111,15 @@ def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
 
 
 def _copy(file: Path, directory: Path, place: Path, most: int) -> int:
-    """Copies a file of ``directory`` of at most so many bytes to its place; returns them, or one more than that.
+    """Copies a file of at most ``most`` bytes; returns its size, or ``most + 1`` if it is larger.
 
-    The copy is no more open to others than the file was.
+    The copy is readable by no more users than the file.
     """
     try:
         with file.open("rb") as source:
             mode, data = os.fstat(source.fileno()).st_mode, source.read(most + 1)
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}); an agent's package holds it") from None
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); an agent's package contains it") from None
     if len(data) > most:
         return len(data)
     path = file.relative_to(directory)
@@ -141,13 +146,14 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def start(name: str, directory: Path) -> Path:
-    """Writes a whole agent to begin with, ``NAME.py`` in ``directory``; returns its path.
+    """Writes a complete agent as a starting point, ``NAME.py`` in ``directory``; returns its path.
 
     Args:
         name: a Python identifier; the class is named after it.
+        directory: the target directory.
 
     Raises:
-        ConfigError: It is no such name, or the file is there already.
+        ConfigError: The name is invalid, or the file exists already.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r}: expected the name of a Python module, such as my_agent")
@@ -162,5 +168,5 @@ def start(name: str, directory: Path) -> Path:
 
 
 def class_name(name: str) -> str:
-    """Returns the class that :func:`start` puts into a module of this name: ``MyAgent`` for ``my_agent``."""
+    """Returns the class name that :func:`start` uses for a module: ``MyAgent`` for ``my_agent``."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))

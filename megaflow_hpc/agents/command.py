@@ -1,11 +1,11 @@
 """Runs a command-line agent inside the sandbox, with the rollout's model address in its environment.
 
 The command is shell text. It finds the instruction in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model in
-``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` names that clients read. Its standard
-input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
+``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. Its
+standard input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
 
-Instead of a command, a preset names a known program (:mod:`megaflow_hpc.agents.presets`): ``claude-code``, ``codex``,
-``openhands`` or ``qwen-code``, which are agents by these names too.
+A preset can replace the command by a known program (:mod:`megaflow_hpc.agents.presets`): ``claude-code``, ``codex``,
+``openhands`` or ``qwen-code``. These names are also names of agents.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from megaflow_hpc.agents.presets import INSIDE, PRESETS, command_of, toolbox_of
+from megaflow_hpc.agents.presets import PRESETS, TOOLBOX_PATH, command_of, toolbox_of
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 INSTRUCTION = "/tmp/megaflow-instruction.md"
-TAIL = 2000
-"""Characters of a failed command's output that are kept."""
+MAX_OUTPUT_CHARACTERS = 2000
+"""Maximum characters kept of a failed command's output."""
 
 
 class CommandAgent:
@@ -32,7 +32,7 @@ class CommandAgent:
         preset: Name of a known program, instead of a command.
         flags: Further flags of the preset's command line, as shell text.
         toolbox: Directory with the presets' programs; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
-        env: Further variables of its environment.
+        env: Further environment variables.
     """
 
     in_sandbox = True
@@ -47,12 +47,12 @@ class CommandAgent:
         env: Mapping[str, str] | None = None,
     ) -> None:
         if (command is None) == (preset is None):
-            raise ConfigError("agent command: args need one of command (shell text) and preset")
+            raise ConfigError("agent command: args: expected either command (shell text) or preset")
         self.binds: tuple[str, ...] = ()
         """Host paths bound into its sandbox, as Apptainer takes them."""
         self.env = {str(k): str(v) for k, v in (env or {}).items()}
         if preset is not None:
-            self.binds = (f"{toolbox_of(preset, toolbox)}:{INSIDE}:ro",)
+            self.binds = (f"{toolbox_of(preset, toolbox)}:{TOOLBOX_PATH}:ro",)
             self.env = {**PRESETS[preset].env, **self.env}
             command = command_of(preset, flags)
         if not isinstance(command, str) or not command.strip():
@@ -60,10 +60,10 @@ class CommandAgent:
         self.command = command
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the command to its end.
+        """Runs the command until it ends.
 
         Raises:
-            ConfigError: The sandbox has no way to the model.
+            ConfigError: The sandbox cannot reach the model.
         """
         with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
             file = Path(folder) / "instruction.md"
@@ -75,13 +75,13 @@ class CommandAgent:
         )
         error = ""
         if result.exit_code != 0:
-            output = (result.stdout + result.stderr).strip()[-TAIL:]
+            output = (result.stdout + result.stderr).strip()[-MAX_OUTPUT_CHARACTERS:]
             error = f"the agent's command ended with exit code {result.exit_code}: {output}"
         return AgentResult(exit_code=result.exit_code, error=error)
 
 
 def environment(model: ModelEndpoint | None) -> dict[str, str]:
-    """Returns the variables by which agents find their task and model.
+    """Returns the environment variables that name the task and the model.
 
     Raises:
         ConfigError: The model cannot be reached from inside the sandbox.
@@ -91,7 +91,7 @@ def environment(model: ModelEndpoint | None) -> dict[str, str]:
         return known
     if not model.sandbox_url:
         raise ConfigError(
-            "agent command: its program calls the model from inside the sandbox, which network 'none' does not allow; "
+            "agent command: its program calls the model from inside the sandbox, but network 'none' forbids it; "
             "use environment.network: gateway (or host)"
         )
     return {

@@ -1,15 +1,15 @@
 """mini-swe-agent's ``DefaultAgent`` in its text form (no tools, no litellm), on this package's sandbox and gateway.
 
-Prompts are those of the installed package's ``config/mini_textbased.yaml``, or of another such file. The agent is
+Prompts come from the installed package's ``config/mini_textbased.yaml``, or from a similar file. The agent is
 synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). It differs from the package's own model classes in
-one point: an answer in the wrong format stays in the conversation before the complaint about it, so that the
-conversation only grows and a rollout is one token sequence.
+one point: an answer in the wrong format stays in the conversation before the complaint about it. So the conversation
+only grows, and a rollout is one token sequence.
 
-It is suspended between two turns, when its model call is refused because the allocation ends. Its state is the
-conversation, with which it repeats the call elsewhere.
+It is suspended between two turns, if its model call is refused because the allocation is ending. Its state is the
+conversation, with which it repeats the call in another allocation.
 
 *Submitted* ends it as ``completed``; a limit of turns, time, tokens or context as ``truncated``; repeated format errors
-as ``completed`` with exit code 1. A model that no engine serves, or a lost sandbox, raises.
+as ``completed`` with exit code 1. If no engine answers or the sandbox is lost, it raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 COMMAND_TIMEOUT_S = 120.0
-"""Seconds for one command, by default."""
+"""Default timeout of one command in seconds."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
@@ -37,10 +37,10 @@ class MiniSweAgent:
 
     Args:
         max_turns: Model calls before the rollout is truncated; ``None`` is unlimited.
-        command_timeout_s: Seconds one command may take.
+        command_timeout_s: Timeout of one command in seconds.
         model: Options of every model call: ``temperature``, ``max_tokens``, …
-        config: Another configuration file of mini-swe-agent's, text form.
-        max_format_errors: Unusable answers in a row before it gives up.
+        config: Another configuration file of mini-swe-agent in text form.
+        max_format_errors: Consecutive invalid answers before it gives up.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class MiniSweAgent:
         self._saved: dict[str, Any] = {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Takes the state of a suspended rollout, from which :meth:`run` goes on."""
+        """Sets the state of a suspended rollout, from which :meth:`run` continues."""
         self._saved = dict(state)
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the agent to its end, to a limit, or to its suspension.
+        """Runs the agent until it ends, reaches a limit or is suspended.
 
         Raises:
             ConfigError: There is no model.
             ModelServiceError, SandboxError: No engine answered, or the sandbox was lost.
         """
         if model is None:
-            raise ConfigError("agent mini-swe-agent needs a model; the campaign names none")
+            raise ConfigError("agent mini-swe-agent needs a model, but the campaign has none")
         bridge = SandboxBridge()
         system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
@@ -110,17 +110,17 @@ class MiniSweAgent:
 
 
 class _Model:
-    """mini-swe-agent's Model: text in, one shell command out."""
+    """mini-swe-agent's model interface: text in, one shell command out."""
 
     def __init__(self, client: ChatClient, bridge: SandboxBridge, config: Mapping[str, Any], name: str) -> None:
         self._client, self._bridge, self._settings = client, bridge, config
         self.config = SimpleNamespace(model_name=name)
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
-        """Returns the model's answer to a conversation, with the command it asks for in ``extra["actions"]``.
+        """Returns the model's answer to a conversation, with its command in ``extra["actions"]``.
 
         Raises:
-            FormatError: The answer does not hold exactly one command; this carries the answer and what to say of it.
+            FormatError: The answer does not contain exactly one command. The error has the answer and the complaint.
         """
         sent = [_openai(m) for m in messages]
         choice = self._bridge.wait(self._client.complete(sent))
@@ -134,34 +134,34 @@ class _Model:
                 format_error_template=self._settings["format_error_template"],
                 template_kwargs={"finish_reason": choice.get("finish_reason")},
             )
-        except package.FormatError as error:  # the answer stays in the conversation: what was sampled is context
+        except package.FormatError as error:  # keep the sampled answer in the conversation
             raise package.FormatError(message, *error.messages) from None
         return {**message, "extra": {"actions": actions, "cost": 0.0}}
 
     def format_message(self, **message: Any) -> dict[str, Any]:
-        """Returns a message made of these fields."""
+        """Returns a message with these fields."""
         return message
 
     def format_observation_messages(
         self, message: Mapping[str, Any], outputs: list[dict[str, Any]], template_vars: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns the messages that tell the model what its commands put out."""
+        """Returns the messages that show the model the output of its commands."""
         observations: list[dict[str, Any]] = _package().format_observation_messages(
             outputs, observation_template=self._settings["observation_template"], template_vars=template_vars
         )
         return observations
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
-        """Returns what the model adds to the variables of prompt templates: its name."""
+        """Returns the model's name as a variable of prompt templates."""
         return {"model_name": self.config.model_name}
 
     def serialize(self) -> dict[str, Any]:
-        """Returns what the model adds to a saved trajectory: nothing."""
+        """Returns an empty dictionary: the model adds nothing to a saved trajectory."""
         return {}
 
 
 class _Environment:
-    """mini-swe-agent's Environment: runs one command in the sandbox, with output and errors in one stream."""
+    """mini-swe-agent's environment interface: runs one command in the sandbox, with output and errors in one stream."""
 
     command_timeout_s = COMMAND_TIMEOUT_S
 
@@ -198,11 +198,11 @@ class _Environment:
         return output
 
     def get_template_vars(self, **_: Any) -> dict[str, Any]:
-        """Returns what the sandbox adds to the variables of prompt templates: its system and ``cwd``."""
+        """Returns the sandbox's system and ``cwd`` as variables of prompt templates."""
         return {**self._system, "cwd": self._cwd or ""}
 
     def serialize(self) -> dict[str, Any]:
-        """Returns what the sandbox adds to a saved trajectory: nothing."""
+        """Returns an empty dictionary: the sandbox adds nothing to a saved trajectory."""
         return {}
 
 
@@ -219,7 +219,7 @@ def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _package() -> SimpleNamespace:
-    """Returns the parts of mini-swe-agent that are used; imports it without its start-up output and directory.
+    """Imports mini-swe-agent without its start-up output and directory; returns the used parts.
 
     Raises:
         ConfigError: It is not installed.
@@ -240,7 +240,7 @@ def _package() -> SimpleNamespace:
         os.rmdir(folder)
 
     class Agent(DefaultAgent):
-        """The package's agent, which can begin with a saved conversation."""
+        """The package's agent, extended to begin with a saved conversation."""
 
         def __init__(self, *args: Any, saved: Mapping[str, Any], **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -255,7 +255,7 @@ def _package() -> SimpleNamespace:
             return result
 
         def state(self) -> dict[str, Any]:
-            """Returns the state after a refused call; the agent has counted that call."""
+            """Returns the state after a refused call, which the agent has already counted."""
             messages = [_openai(message) for message in self.messages]
             return {"messages": messages, "calls": self.n_calls - 1, "format_errors": self.n_consecutive_format_errors}
 

@@ -1,8 +1,8 @@
-"""OpenHands' default agent on the task of standard input, in the current directory; runs inside the sandbox.
+"""Runs OpenHands' default agent on the task of standard input, in the current directory inside the sandbox.
 
-``launchers/agents.sh openhands`` copies this file into the tool box, beside OpenHands' SDK and a Python for it. The
-model is what ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` say. The exit code is 1 where the
-conversation ended in an error.
+``launchers/agents.sh openhands`` copies this file into the tool box, next to OpenHands' SDK and a Python for it. The
+model comes from ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. The exit code is 1 if the conversation
+ended in an error.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the agent to its end and returns the exit status."""
-    site.addsitedir(str(Path(__file__).parent / "site"))  # not PYTHONPATH: the task's own programs would see it
+    """Runs the agent until it ends; returns the exit status."""
+    site.addsitedir(str(Path(__file__).parent / "site"))  # PYTHONPATH would also affect the task's own programs
     from openhands.sdk import LLM, Conversation
     from openhands.tools.preset.default import get_default_agent
     from pydantic import SecretStr
@@ -26,7 +26,7 @@ def main() -> int:
         api_key=SecretStr(os.environ["OPENAI_API_KEY"]),
         usage_id="agent",
         timeout=int(os.environ.get("MEGAFLOW_CALL_S", "3600")),
-        num_retries=1,  # the gateway tries again by itself
+        num_retries=1,  # the gateway retries
         temperature=None,  # use the policy's sampling; training uses only such calls
         top_p=None,
     )
@@ -41,4 +41,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = int(main())
     sys.stdout.flush()
-    os._exit(code)  # its terminal's threads would be waited for
+    os._exit(code)  # do not wait for the threads of its terminal

@@ -1,4 +1,4 @@
-"""The two agents that a task is proved by: its own solution, as each format has it, and nothing."""
+"""Two agents for checking a task: one runs the task's own solution, the other does nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
-TAIL = 2000
-"""Characters kept of the output of a solution that failed."""
+MAX_OUTPUT_CHARACTERS = 2000
+"""Maximum characters kept of the output of a failed solution."""
 
 
 class OracleAgent:
-    """Carries out the task's own solution."""
+    """Runs the task's own solution."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the task's own solution; one that fails is the result's ``error``.
+        """Runs the solution; its failure becomes the result's ``error``.
 
         Raises:
             ConfigError: The task has no solution.
@@ -24,7 +24,7 @@ class OracleAgent:
         result = await format_of(task).solve(task, cast(ApptainerSandbox, sandbox))
         if result.exit_code == 0:
             return AgentResult()
-        output = (result.stdout + result.stderr).strip()[-TAIL:]
+        output = (result.stdout + result.stderr).strip()[-MAX_OUTPUT_CHARACTERS:]
         return AgentResult(
             exit_code=result.exit_code,
             error=f"the task's solution ended with exit code {result.exit_code}: {output}",
@@ -32,7 +32,7 @@ class OracleAgent:
 
 
 class NopAgent:
-    """Leaves the sandbox as it is: its reward is the untouched task's."""
+    """Does nothing, so the reward is that of the untouched task."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         """Returns at once."""

@@ -1,7 +1,7 @@
-"""Whether agents can be made here, asked in a process of its own: that imports what a rollout would, and then is gone.
+"""Checks in a short-lived child process whether agents can be created. The child imports the same modules as a rollout.
 
 ``python -m megaflow_hpc.agents.probe`` reads ``{"agents": [{name, …}], "beside": DIR}`` as JSON on standard input and
-answers ``{"agents": [{error, in_sandbox}], "code": [NAME…]}``. What the agents print goes to standard error.
+answers ``{"agents": [{error, in_sandbox}], "code": [NAME…]}``. The agents' output goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,59 +18,62 @@ from megaflow_hpc.agents import code
 from megaflow_hpc.agents.registry import AgentSpec, create
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
-ASK_S = 300.0
-"""Seconds for all imports; a cold network file system takes a minute for some."""
+PROBE_TIMEOUT_S = 300.0
+"""Timeout in seconds of all imports. On a cold network file system, some take a minute."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """What is known of an agent that could be made, or why it could not."""
+class ProbeResult:
+    """Facts about an agent that could be created, or the error."""
 
     error: str = ""
     in_sandbox: bool = False
-    """Whether its program runs in the sandbox, and calls the model from there."""
+    """True if its program runs in the sandbox and calls the model from there."""
 
 
-def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[Made], list[str]]:
-    """Makes agents in a process of its own.
+def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[ProbeResult], list[str]]:
+    """Creates agents in a child process.
 
     Args:
-        beside: Directory that is looked in for their modules first; empty: none.
+        agents: The agents to create.
+        beside: Directory that is searched first for their modules; empty for none.
 
     Returns:
-        What is known of each, and the names of the files and directories in ``beside`` that they imported.
+        Facts about each agent, and the names of the files and directories in ``beside`` that they imported.
 
     Raises:
-        ConfigError: The process ended, or took longer than :data:`ASK_S`.
+        ConfigError: The process ended early, or took longer than :data:`PROBE_TIMEOUT_S`.
     """
     specs = [{"name": a.name, "max_turns": a.max_turns, "timeout_s": a.timeout_s, "args": dict(a.args)} for a in agents]
     named = ", ".join(repr(agent.name) for agent in agents)
     question = json.dumps({"agents": specs, "beside": beside}, default=str)
     command = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(command, input=question, stdout=subprocess.PIPE, text=True, timeout=ASK_S, check=False)
+        done = subprocess.run(
+            command, input=question, stdout=subprocess.PIPE, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"agent {named}: importing it took longer than {ASK_S:g} s") from None
+        raise ConfigError(f"agent {named}: importing it took longer than {PROBE_TIMEOUT_S:g} s") from None
     try:
         answer = json.loads(done.stdout)
     except ValueError:
         raise ConfigError(
             f"agent {named}: importing it ended the interpreter (exit status {done.returncode})"
         ) from None
-    return [Made(**made) for made in answer["agents"]], list(answer["code"])
+    return [ProbeResult(**made) for made in answer["agents"]], list(answer["code"])
 
 
-def _make(spec: Mapping[str, Any]) -> Made:
+def _make(spec: Mapping[str, Any]) -> ProbeResult:
     try:
-        return Made(in_sandbox=bool(getattr(create(spec), "in_sandbox", False)))
+        return ProbeResult(in_sandbox=bool(getattr(create(spec), "in_sandbox", False)))
     except MegaflowError as error:
-        return Made(error=str(error))
-    except BaseException as error:  # SystemExit of a module that is a script, too
-        return Made(error=f"agent {spec['name']!r}: {error!r}")
+        return ProbeResult(error=str(error))
+    except BaseException as error:  # includes SystemExit of a module that is a script
+        return ProbeResult(error=f"agent {spec['name']!r}: {error!r}")
 
 
 def main() -> None:
-    """Answers one question."""
+    """Answers one request."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
@@ -79,7 +82,7 @@ def main() -> None:
     made = [vars(_make(spec)) for spec in question["agents"]]
     json.dump({"agents": made, "code": code.imported_from(beside) if beside else []}, answers)
     answers.close()
-    os._exit(0)  # threads that an import has started are no reason to stay
+    os._exit(0)  # do not wait for threads that an import has started
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Makes agents by name, short (``oracle``) or dotted (``package.module:Class``).
+"""Creates agents by name, short (``oracle``) or dotted (``package.module:Class``).
 
-A user's class is called with the spec's ``args`` as keywords, and with ``max_turns`` and ``timeout_s`` if its
-constructor names them; it needs ``async def run(self, task, sandbox, model)``, which returns an ``AgentResult``, or
-nothing for one that is ``completed``.
+A user's class is called with the spec's ``args`` as keyword arguments, and with ``max_turns`` and ``timeout_s`` if its
+constructor has these parameters. It needs ``async def run(self, task, sandbox, model)``, which returns an
+``AgentResult``, or ``None`` for a completed rollout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEEDED_ARGS: Mapping[str, str] = {
     "command": "args.command (shell text), or args.preset",
     "replay": "args.messages_file, or args.commands",
 }
-"""What some agents cannot be made without."""
+"""Agent → arguments that it requires."""
 
 
 class AgentSpec(Protocol):
@@ -47,15 +47,15 @@ class AgentSpec(Protocol):
 
     @property
     def max_turns(self) -> int | None:
-        """The maximum number of model calls; ``None``: no limit."""
+        """Maximum number of model calls; ``None`` for no limit."""
 
     @property
     def timeout_s(self) -> float | None:
-        """The agent's maximum run time in seconds; ``None``: the task's."""
+        """Maximum run time of the agent in seconds; ``None`` for the task's."""
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The keyword arguments that the agent is called with."""
+        """Keyword arguments of the agent."""
 
 
 def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
@@ -83,7 +83,7 @@ def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
     except MegaflowError:
         raise
     except Exception as error:
-        raise ConfigError(f"agent {name!r} cannot be made: {error!r}{_at(error)}") from error
+        raise ConfigError(f"agent {name!r} cannot be created: {error!r}{_at(error)}") from error
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
         raise ConfigError(f"agent {name!r}: has no 'async def run(self, task, sandbox, model)'")
     return agent
@@ -91,18 +91,18 @@ def create(spec: AgentSpec | Mapping[str, Any]) -> Agent:
 
 @dataclass(frozen=True)
 class KnownAgent:
-    """An agent that comes with the package."""
+    """An agent that is part of the package."""
 
     name: str
     about: str
     needs_model: bool
     needs_args: str
     lacks: str
-    """What keeps it from running here; empty if nothing does."""
+    """Reason why it cannot run here; empty if it can."""
 
 
 def known_agents() -> list[KnownAgent]:
-    """Returns the agents that a campaign can name, after trying to make each."""
+    """Returns the package's agents, after trying to create each."""
     found = []
     for name in NAMES:
         lacks = ""
@@ -117,22 +117,22 @@ def known_agents() -> list[KnownAgent]:
 
 
 def result_of(name: str, found: Any) -> AgentResult:
-    """Returns what ``run`` of an agent gave; one that returned nothing has completed.
+    """Converts the return value of an agent's ``run``; ``None`` means that it has completed.
 
     Raises:
-        UserCodeError: It gave something else; names the agent, and what to return.
+        UserCodeError: It returned another value. The message names the agent and the expected value.
     """
     if found is None:
         return AgentResult()
     if not isinstance(found, AgentResult):
         raise UserCodeError(
             f"agent {name}: run returned {type(found).__name__} {found!r:.80}; return a "
-            "megaflow_hpc.types.AgentResult, or nothing when it is done"
+            "megaflow_hpc.types.AgentResult, or None if it is completed"
         )
     if found.status not in VERIFIED:
         raise UserCodeError(
             f"agent {name}: run returned AgentResult(status={found.status!r}); expected completed, or truncated by a "
-            "limit; what else went wrong is raised, or said in error and exit_code"
+            "limit; raise other failures, or set error and exit_code"
         )
     return found
 
@@ -156,7 +156,7 @@ def _find(name: str) -> Callable[..., Agent]:
     except Exception as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
-            hint = f"; put {error.name}.py beside the campaign file, or its directory on PYTHONPATH"
+            hint = f"; put {error.name}.py next to the campaign file, or its directory on PYTHONPATH"
         raise ConfigError(f"agent {name!r} cannot be imported: {error!r}{_at(error)}{hint}") from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -168,7 +168,7 @@ def _find(name: str) -> Callable[..., Agent]:
 
 
 def _at(error: BaseException) -> str:
-    """Returns the place in a user's code that raised an error; empty where it is importlib's or ours."""
+    """Returns the place in a user's code that raised an error; empty if importlib or this package raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     return (

@@ -1,7 +1,8 @@
-"""Both ends of a Python agent that runs in a process of its own: ``Zygote`` in the runner, ``RemoteSandbox`` there.
+"""Both ends of a Python agent in its own process: ``Zygote`` in the runner and ``RemoteSandbox`` in the agent's
+process.
 
-The agent's process asks the runner over a socket to carry out each sandbox operation, and reaches its model itself, at
-the gateway's address. Both ends speak :mod:`~megaflow_hpc.agents.wire`.
+The agent's process sends each sandbox operation to the runner over a socket. It reaches its model directly at the
+gateway's address. Both ends use :mod:`~megaflow_hpc.agents.wire`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from megaflow_hpc.agents.registry import NAMES, AgentSpec
 from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
-OWN = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
-"""The package's agents that only wait, and so run in the runner's event loop."""
+IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
+"""Agents of the package that mostly wait, and so run in the runner's event loop."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
 def forked(name: str) -> bool:
-    """Returns whether an agent of this name runs in a process of its own."""
-    return name not in OWN and not NAMES.get(name, "").endswith(tuple(NAMES[own] for own in OWN))
+    """Returns whether an agent of this name runs in its own process."""
+    return name not in IN_RUNNER and not NAMES.get(name, "").endswith(tuple(NAMES[own] for own in IN_RUNNER))
 
 
 class RemoteSandbox:
-    """In the agent's process: a :class:`~megaflow_hpc.types.Sandbox` whose work the runner does."""
+    """A :class:`~megaflow_hpc.types.Sandbox` in the agent's process, whose operations the runner executes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -43,12 +44,12 @@ class RemoteSandbox:
         self._calls = 0
 
     async def listen_for_answers(self) -> None:
-        """Hands each answer of the runner to the call that waits for it; ends the process when the runner is gone."""
+        """Passes each answer of the runner to the waiting call. Ends the process if the runner is gone."""
         while (message := await wire.read(self._reader)) is not None:
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():
                 future.set_result(message)
-        os._exit(1)  # the runner is gone, and with it the sandbox
+        os._exit(1)  # the runner is gone, and so is the sandbox
 
     async def exec(
         self,
@@ -73,8 +74,8 @@ class RemoteSandbox:
         await self._ask("kill_processes", [])
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Raises :class:`~megaflow_hpc.errors.SandboxError`: a socket of the sandbox cannot be had in this process."""
-        raise SandboxError("listen: an agent in a process of its own cannot listen in the sandbox")
+        """Raises :class:`~megaflow_hpc.errors.SandboxError`: a socket cannot be passed to this process."""
+        raise SandboxError("listen: an agent in its own process cannot listen in the sandbox")
 
     async def stop(self) -> None:
         """Raises :class:`~megaflow_hpc.errors.SandboxError`: only the runner stops the sandbox."""
@@ -95,7 +96,7 @@ class RemoteSandbox:
 
 
 class Zygote:
-    """In the runner: starts the zygote process with the first agent, and runs agents there. Lives in one event loop.
+    """Starts the zygote process together with the first agent, and runs agents in forks of it. Used in one event loop.
 
     Args:
         names: Agents whose modules are imported once.
@@ -120,16 +121,16 @@ class Zygote:
         label: str = "agent",
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> AgentResult:
-        """Runs one agent to its end; cancelling it kills its process.
+        """Runs one agent until it ends; cancelling the call kills its process.
 
         Args:
             spec: The agent.
             task: Its task.
-            sandbox: Where its operations are carried out.
-            model: Its model, if it has one.
-            state: State of a suspended rollout, to resume from.
-            label: Stands before each line that the agent prints.
-            timed: Makes what is open while the sandbox carries out an operation.
+            sandbox: The sandbox for its operations.
+            model: Its model, or ``None``.
+            state: State of a suspended rollout to resume from.
+            label: Label in front of each line that the agent prints.
+            timed: Creates a context manager that is entered during each sandbox operation.
 
         Raises:
             MegaflowError: As raised by the agent.
@@ -145,7 +146,7 @@ class Zygote:
             socket.send_fds(control, [json.dumps({"run": number}).encode()], [theirs.fileno(), printed])
         except OSError as error:
             ours.close()
-            raise UserCodeError(f"the process that agents are forked from is gone ({error})") from None
+            raise UserCodeError(f"the agents' parent process is gone ({error})") from None
         finally:
             theirs.close()
             os.close(printed)
@@ -177,7 +178,7 @@ class Zygote:
             writer.close()
 
     def close(self) -> None:
-        """Ends the zygote and with it every agent."""
+        """Ends the zygote and all its agents."""
         if self._control is not None:
             with contextlib.suppress(RuntimeError):
                 asyncio.get_running_loop().remove_reader(self._control)
@@ -208,7 +209,7 @@ class Zygote:
 
     def _on_packet(self, control: socket.socket) -> None:
         data = control.recv(4096, socket.MSG_DONTWAIT)
-        if not data:  # the zygote is gone, and every agent with it
+        if not data:  # the zygote and all its agents are gone
             asyncio.get_running_loop().remove_reader(control)
             for future in self._ended.values():
                 if not future.done():
@@ -225,11 +226,11 @@ async def _carry_out(
     writer: asyncio.StreamWriter,
     timed: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Carries out one sandbox operation for the agent and sends the answer."""
+    """Executes one sandbox operation for the agent and sends the answer."""
     operation = message.get("do")
     try:
         if operation not in _OPERATIONS:
-            raise UserCodeError(f"{operation!r} is no operation of a sandbox")
+            raise UserCodeError(f"{operation!r} is not an operation of a sandbox")
         with timed():
             value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
         answer = {"id": message["id"], "value": dict(vars(value)) if isinstance(value, ExecResult) else None}
@@ -243,7 +244,7 @@ async def _carry_out(
 
 
 def _describe_exit(status: int) -> str:
-    """Returns how a process that left no result ended, from its wait status."""
+    """Describes the wait status of a process that left no result."""
     if os.WIFSIGNALED(status):
         return f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"its process ended with exit code {os.WEXITSTATUS(status)} before it had a result"
+    return f"its process ended with exit code {os.WEXITSTATUS(status)} before it returned a result"

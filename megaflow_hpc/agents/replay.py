@@ -1,4 +1,4 @@
-"""Runs the commands of an earlier conversation again, without a model."""
+"""Repeats the commands of an earlier conversation without a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COMMAND_TIMEOUT_S = 120.0
 
 
 class ReplayAgent:
-    """Runs recorded commands one after the other.
+    """Runs recorded commands in order.
 
     Args:
-        messages_file: JSON: a list of OpenAI messages, or a mapping from task id to such a list.
+        messages_file: JSON file: a list of OpenAI messages, or a mapping from task id to such a list.
         commands: The commands themselves, instead of a file.
-        command_timeout_s: Seconds one command may take.
+        command_timeout_s: Timeout of one command in seconds.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ReplayAgent:
         command_timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> None:
         if (messages_file is None) == (commands is None):
-            raise ConfigError("agent replay: args needs one of messages_file and commands")
+            raise ConfigError("agent replay: args: expected either messages_file or commands")
         self.command_timeout_s = command_timeout_s
         self._commands = list(commands) if commands is not None else None
         self._recorded: Any = _read(Path(messages_file)) if messages_file is not None else None
@@ -41,7 +41,7 @@ class ReplayAgent:
         """Runs the commands in the task's work directory.
 
         Raises:
-            ConfigError: There are no messages for this task.
+            ConfigError: The file has no messages for this task.
         """
         messages = []
         for command in self._for(task):
@@ -57,7 +57,7 @@ class ReplayAgent:
             return self._commands
         messages = self._recorded.get(task.id) if isinstance(self._recorded, dict) else self._recorded
         if not isinstance(messages, list):
-            raise ConfigError(f"agent replay: no messages for task {task.id}")
+            raise ConfigError(f"agent replay: the file has no messages for task {task.id}")
         answers = [str(m.get("content") or "") for m in messages if m.get("role") == "assistant"]
         return [command for answer in answers for command in BLOCK.findall(answer)]
 

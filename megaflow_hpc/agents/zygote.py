@@ -1,12 +1,12 @@
-"""The process from which Python agents are forked, with their modules imported already.
+"""The process from which Python agents are forked, after their modules are imported.
 
-``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the agents of these names once, from the
-directories KEPT and BESIDE too (:mod:`~megaflow_hpc.agents.code`). Each packet on its control
-socket brings a socket for one rollout; the fork that serves it shares the imported memory, and an agent that blocks,
-leaks or crashes harms that rollout alone. End-of-file on the control socket ends the zygote and with it every agent.
+``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the named agents once, also from the directories
+KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket brings a socket for one rollout.
+The fork that serves it shares the imported memory. An agent that blocks, leaks or crashes harms only its own rollout.
+End-of-file on the control socket ends the zygote and all its agents.
 
-Packets are JSON. From the runner: ``{"run": N}`` with the descriptor, ``{"kill": N}``; to it: ``{"ended": N, "status":
-S}`` with the wait status. Only the zygote signals its children, so a reused pid is never hit.
+Packets are JSON. The runner sends ``{"run": N}`` with the descriptors, and ``{"kill": N}``. The zygote answers
+``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a reused pid is never hit.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megaflow_hpc.types import ModelEndpoint, Task
 
 
 def preload(names: list[str]) -> None:
-    """Imports the agents of these names; failures are reported by the rollouts that use them."""
+    """Imports the named agents. Rollouts that use them report failures."""
     for name in names:
         module = NAMES.get(name, name).partition(":")[0]
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-            create({"name": name, "args": {}})  # what it imports late
+            create({"name": name, "args": {}})  # also imports modules that the agent imports late
 
 
 def serve(control: socket.socket) -> None:
-    """Forks an agent for each packet on the control socket until the runner is gone."""
+    """Forks an agent for each packet on the control socket, until the runner is gone."""
     children: dict[int, int] = {}
     wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -102,7 +102,7 @@ def _child(descriptor: int, printed: int, parent: int) -> int:
     try:
         _print_to(printed)
         asyncio.run(_rollout(socket.socket(fileno=descriptor)))
-    except SystemExit as left:  # the agent's own word
+    except SystemExit as left:  # the agent called sys.exit
         if left.code is None or isinstance(left.code, int):
             return (left.code or 0) & 0xFF
         print(left.code, file=sys.stderr)
@@ -120,7 +120,7 @@ def _print_to(descriptor: int) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(descriptor, number)
         stream = os.fdopen(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        setattr(sys, name, stream)  # the one that was may have known a file
+        setattr(sys, name, stream)  # the old stream may have been a file
     os.close(descriptor)
 
 
@@ -143,7 +143,7 @@ async def _rollout(connection: socket.socket) -> None:
         wire.frame(message)
     except MegaflowError as error:
         message = wire.encode_error(error)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
         message = {"error": "UserCodeError", "text": f"agent {job['agent']['name']}: {error!r} at {where}"}
@@ -156,13 +156,13 @@ async def _rollout(connection: socket.socket) -> None:
 def main() -> None:
     """Runs the zygote on the control socket whose descriptor is the first argument."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole step; the runner decides
+        signal.signal(number, signal.SIG_IGN)  # signals reach the whole step, and the runner decides
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     code.look_in(*sys.argv[2:4])
     preload(sys.argv[4:])
     gc.collect()
-    gc.freeze()  # what is shared stays shared: collecting would write to it
+    gc.freeze()  # garbage collection would write to the shared memory
     serve(control)
     os._exit(0)
 

@@ -1,4 +1,5 @@
-"""Doors for other projects: classes that they load by an import path. ``harbor`` makes our sandboxes an environment
-of Harbor's own runs. What comes in is the other project's configuration, what goes out is its interface; nothing of
-this package imports from here.
+"""Classes that other projects load by an import path.
+
+``harbor`` makes this package's sandboxes an environment of Harbor's own runs. Each class takes the other project's
+configuration and implements its interface. No other room imports from here.
 """

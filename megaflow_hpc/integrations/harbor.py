@@ -1,22 +1,20 @@
-"""These sandboxes as an environment of Harbor (https://pypi.org/project/harbor, 0.25)::
+"""Makes sandboxes an environment of Harbor (https://pypi.org/project/harbor, 0.25)::
 
     harbor run -p TASK -a oracle --env megaflow_hpc.integrations.harbor:ApptainerEnvironment --ek images=base=base.sif
 
-Harbor keeps its own scheduling, agents and verifier; a trial's environment is one sandbox of an
-:class:`~megaflow_hpc.environments.ApptainerProvider` that all trials of the process share. Files travel through the
-sandbox; nothing of the host is mounted but what Harbor is asked to mount. Needs Harbor's Python (3.12 or later) with
-both packages in it.
+Harbor keeps its own scheduling, agents and verifier. A trial's environment is one sandbox. All trials of the process
+share an :class:`~megaflow_hpc.environments.ApptainerProvider`. Files are copied through the sandbox; only mounts that
+the user requests from Harbor are mounted. Both packages must be installed in Harbor's Python (3.12 or later).
 
 Keyword arguments (``--ek KEY=VALUE``, or ``environment.kwargs`` of a job file):
 
 ``images``
-    ``NAME=TARGET``, several separated by commas, or a mapping: as ``environment.images`` of a campaign. A name that is
-    not mapped is ``docker://NAME``.
+    ``NAME=TARGET``, several separated by commas, or a mapping, like ``environment.images`` of a campaign. A name that
+    is not mapped means ``docker://NAME``.
 ``scratch``
     A local directory for writable layers.
 ``network``
-    What ``network_mode = "public"`` means here, and the network in which Dockerfiles are built: ``host`` (default) or
-    ``none``.
+    The network for ``network_mode = "public"`` and for building Dockerfiles: ``host`` (default) or ``none``.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
-"""One provider per event loop and scratch directory, with the environments that use it now."""
+"""Event loop and scratch directory → provider, and the environments that use it now."""
 
 
 class ApptainerEnvironment(BaseEnvironment):
-    """One trial's sandbox. See the module for the keyword arguments."""
+    """One trial's sandbox. The module lists the keyword arguments."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class ApptainerEnvironment(BaseEnvironment):
         self._as: str | None = None
         super().__init__(*arguments, **keywords)
 
-    # --- what Harbor asks before it starts ------------------------------------------------------------------------
+    # --- questions of Harbor before the start ---------------------------------------------------------------------
 
     @staticmethod
     def type() -> str:
@@ -96,11 +94,11 @@ class ApptainerEnvironment(BaseEnvironment):
                 )
         for mount in self._host_mounts:
             if mount.get("type") != "bind":
-                raise ConfigError(f"mount {mount}: expected type bind: a sandbox has no volumes")
+                raise ConfigError(f"mount {mount}: expected type bind, because a sandbox has no volumes")
         if not self.task_env_config.docker_image and not dockerfile.is_file():
-            raise FileNotFoundError(f"{dockerfile}: missing, and the task names no docker_image; add either")
+            raise FileNotFoundError(f"{dockerfile}: missing, and the task has no docker_image; add one of them")
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    # --- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self, force_build: bool) -> None:
         """Resolves the image (built or pulled at the first use) and starts the sandbox."""
@@ -127,7 +125,7 @@ class ApptainerEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     def _image(self) -> tuple[str, str | None, dict[str, str], str | None]:
-        """Image file, work directory, variables and user, as the task's definition says."""
+        """Returns image file, work directory, variables and user of the task's definition."""
         dockerfile = self.environment_dir / "Dockerfile"
         named = self.task_env_config.docker_image
         parsed = None if named else Dockerfile.read(dockerfile)
@@ -157,7 +155,7 @@ class ApptainerEnvironment(BaseEnvironment):
         return provider
 
     async def stop(self, delete: bool) -> None:
-        """Ends the sandbox, and with the last of them the provider. Nothing stays, whatever ``delete`` says."""
+        """Ends the sandbox, and the provider after its last sandbox. Nothing is kept, regardless of ``delete``."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.stop()
@@ -186,14 +184,14 @@ class ApptainerEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Runs a command by ``bash`` (``sh`` where there is none).
+        """Runs a command by ``bash``, or by ``sh`` if bash is missing.
 
         Raises:
-            TimeoutError: after ``timeout_sec``, as Harbor's own environments do.
+            TimeoutError: after ``timeout_sec``, as in Harbor's own environments.
         """
         wanted = self._resolve_user(user)
         if wanted not in (None, "root", 0, "0", self._as):
-            # One uid a sandbox: another user of the image is this one under its name and home.
+            # A sandbox has only one uid. Another user of the image differs only in name and home.
             name = shlex.quote(str(wanted))
             home = f"$(getent passwd {name} 2>/dev/null | cut -d: -f6)"
             command = f'export USER={name} LOGNAME={name}; h={home}; [ -w "$h" ] && export HOME="$h"; {command}'
@@ -232,7 +230,7 @@ class ApptainerEnvironment(BaseEnvironment):
 
 
 def parse_images(value: str | Mapping[str, str] | None) -> dict[str, str]:
-    """``NAME=TARGET,NAME=TARGET`` or a mapping; the first ``=`` separates."""
+    """Parses ``NAME=TARGET,NAME=TARGET`` or a mapping. The first ``=`` separates."""
     if value is None:
         return {}
     if isinstance(value, Mapping):

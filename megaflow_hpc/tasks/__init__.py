@@ -1,7 +1,9 @@
-"""Tasks: what an agent is asked, in which sandbox, and what its work is worth. Planning hands in the sources of a
-campaign (``loading``) and gets plain :class:`~megaflow_hpc.types.Task` objects that travel in block files; a runner
-hands in a task and a sandbox (``steps``) and gets a :class:`~megaflow_hpc.types.Verdict`, after each step of which
-its agent was called. ``formats`` says what a task format is; ``harbor``, ``swebench`` and ``python_class`` are the
-three, and nobody else asks which one a task has. ``releases`` makes Harbor tasks of real bugs. Used by campaign, pod,
-agents and cli; it knows neither models nor Slurm.
+"""Tasks: the instruction for an agent, the sandbox in which it works, and the verdict on its work.
+
+Planning passes the sources of a campaign to ``loading`` and gets plain :class:`~megaflow_hpc.types.Task` objects, which
+are stored in block files. A worker passes a task and a sandbox to ``steps`` and gets a
+:class:`~megaflow_hpc.types.Verdict`; ``steps`` calls the agent before each one. ``formats`` defines a task format.
+There are three: ``harbor``, ``swebench`` and ``python_class``. Other code does not depend on the format of a task.
+``releases`` makes Harbor tasks from real bugs. Campaign, pod, agents and cli use this room. It knows neither models nor
+Slurm.
 """

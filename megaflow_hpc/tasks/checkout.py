@@ -27,21 +27,21 @@ from megaflow_hpc.host.atomic import write_atomic, write_json
 from megaflow_hpc.types import Artifact
 
 NOTE = "checkout.json"
-LOOK_S = 120.0
-READ_S = 300.0
-"""For git at work on a large checkout."""
-LIMIT = 8 << 20
-"""Bytes of a patch. A larger one is an error: half a patch is none."""
-UNMADE = 78
-"""Exit status of the script that cannot make the directories it is to make."""
-GONE = 79
-"""Exit status of the script that finds the commit nowhere."""
+LOOK_TIMEOUT_S = 120.0
+GIT_TIMEOUT_S = 300.0
+"""Timeout in seconds of git on a large checkout."""
+MAX_PATCH_BYTES = 8 << 20
+"""Maximum bytes of a patch. A larger patch is an error, because half a patch is useless."""
+EXIT_NO_DIRECTORY = 78
+"""Exit status of the script if it cannot create the directories."""
+EXIT_NO_COMMIT = 79
+"""Exit status of the script if the commit is missing."""
 
 _SETTINGS = ("core.fileMode", "core.autocrlf", "core.eol", "core.symlinks")
-"""What of a checkout's configuration decides whether an untouched file counts as changed."""
+"""Settings of a checkout that decide whether an unchanged file counts as changed."""
 
 _LOOK = f"""cd -P . && above=$PWD || exit 1
-# Most tasks have no checkout, and a shell learns that sooner than git is started.
+# Most tasks have no checkout, and a shell finds that out faster than git.
 until [ -e "$above/.git" ] || [ -n "$GIT_DIR" ]; do [ -n "$above" ] || exit 1; above=${{above%/*}}; done
 commit=$(git -c safe.directory='*' rev-parse -q --verify 'HEAD^{{commit}}') || exit 1
 top=$(git -c safe.directory='*' rev-parse --show-toplevel) || exit 1
@@ -69,7 +69,7 @@ g add -A --ignore-errors . >&2 # reports files that cannot be added, and continu
 _DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ \
   {commit} {paths} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
-_PATHS_BYTES = 40_000
+_MAX_PATHS_BYTES = 40_000
 """Maximum bytes of paths in one command. If the paths of files that are not UTF-8 need more, all files become binary
 hunks."""
 _ESCAPED = re.compile(rb"\\([0-3][0-7]{2}|.)")
@@ -78,42 +78,44 @@ _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f
 
 @dataclass(frozen=True)
 class Start:
-    """Where a checkout stood when an agent got it. Paths are the sandbox's."""
+    """The state of a checkout when the agent got it. Paths are those in the sandbox."""
 
     commit: str
     top: str
     objects: str
     exclude: str
-    """What its repository, beside the files of the tree, says is not to be looked at."""
+    """Ignore patterns of the repository itself, in addition to the ``.gitignore`` files of the tree."""
     settings: list[str]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """The changes since then. ``error``: why they cannot be found, or what is missing in them; else empty."""
+    """The agent's changes. ``error`` says why they are missing or incomplete; empty if they are complete."""
 
     data: bytes
     error: str = ""
 
 
 async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequence[str] = ()) -> Start | None:
-    """Notes where the checkout around ``workdir`` stands; ``None`` where there is none, or no git to see it.
+    """Records the commit of the checkout around ``workdir``. Returns ``None`` if there is no checkout or no git.
 
     Args:
-        make: directories to make before, and with them ``workdir``: every command takes time.
+        sandbox: the sandbox of the agent.
+        workdir: the work directory of the task.
+        make: directories to create first, together with ``workdir``, because every further command takes time.
 
     Raises:
-        SandboxError: the sandbox was lost, or the directories cannot be made.
+        SandboxError: the sandbox was lost, or the directories cannot be created.
     """
     note = Path(sandbox.directory, NOTE)
     write_json(note, None)
     script, place = _LOOK, workdir
     if make:
         first, place = shlex.quote(workdir or "/"), "/"
-        script = f"mkdir -p {first} {shlex.join(make)} || exit {UNMADE}\ncd {first} || exit 1\n{_LOOK}"
-    seen = await sandbox.exec(script, cwd=place, timeout_s=LOOK_S)
-    if make and seen.exit_code == UNMADE:
-        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be made: {seen.stderr.strip()[-300:]}")
+        script = f"mkdir -p {first} {shlex.join(make)} || exit {EXIT_NO_DIRECTORY}\ncd {first} || exit 1\n{_LOOK}"
+    seen = await sandbox.exec(script, cwd=place, timeout_s=LOOK_TIMEOUT_S)
+    if make and seen.exit_code == EXIT_NO_DIRECTORY:
+        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be created: {seen.stderr.strip()[-300:]}")
     words = seen.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
     if seen.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
         return None
@@ -123,7 +125,7 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequenc
 
 
 async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
-    """Notes the checkout that a step began with making; one that was there before it stays what is compared with.
+    """Records a checkout that a step has just created. An earlier record stays.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -137,22 +139,22 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
 
 
 def read_note(sandbox: ApptainerSandbox) -> bytes:
-    """The note that :func:`remember` wrote; empty if there is none."""
+    """Returns the record that :func:`remember` wrote; empty without one."""
     path = Path(sandbox.directory, NOTE)
     return path.read_bytes() if path.exists() else b""
 
 
 def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
-    """Gives a sandbox that goes on where another was the note of that one."""
+    """Writes the record of an earlier sandbox to one that continues its work."""
     if content:
         write_atomic(Path(sandbox.directory, NOTE), content)
 
 
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
-    """Returns what was changed since :func:`remember`, committed or not, new files included, as one patch for git.
+    """Returns all changes since :func:`remember` as one patch for git: committed, uncommitted and new files.
 
-    ``None`` where there was no checkout; nothing is run then. The checkout itself is left as it is. Call when the
-    agent's processes have ended; end what is started by its programs afterwards.
+    Returns ``None`` without a command if there was no checkout. The checkout itself is not changed. Call it after the
+    agent's processes have ended. The agent may have replaced git, so end all processes again afterwards.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -183,11 +185,12 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
                 patch = await _read(sandbox, start)
             finally:
                 await sandbox.restart(change=put_back)
-    return patch or Patch(b"", f"{start.top}: the commit {start.commit[:12]} that it stood at is nowhere any more")
+    return patch or Patch(b"", f"{start.top}: the initial commit {start.commit[:12]} is missing")
 
 
 async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
-    """Applies what :func:`difference` returned to a checkout that stands where it was; returns why not, or nothing.
+    """Applies the result of :func:`difference` to an unchanged checkout. Returns the reason for a failure, else
+    nothing.
 
     Raises:
         SandboxError: the sandbox was lost.
@@ -195,14 +198,14 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
     note = read_note(sandbox)
     start = json.loads(note) if note else None
     if start is None:
-        return "there is no checkout in the sandbox"
+        return "the sandbox has no checkout"
     words = ["git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn", "-"]
-    done = await sandbox.exec(words, cwd=start["top"], user_input=patch, timeout_s=READ_S)
+    done = await sandbox.exec(words, cwd=start["top"], user_input=patch, timeout_s=GIT_TIMEOUT_S)
     return "" if done.exit_code == 0 else done.stderr.strip()[-300:] or f"git apply ended with {done.exit_code}"
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """A patch as artifacts: ``patch`` where anything was changed, ``patch.error`` where one is stated."""
+    """Returns a patch as artifacts: ``patch`` if anything was changed, and ``patch.error`` if it has an error."""
     if patch is None:
         return []
     parts = {"patch": patch.data, "patch.error": patch.error.encode("utf-8", "surrogateescape")}
@@ -210,13 +213,13 @@ def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
 
 
 def _noted(sandbox: ApptainerSandbox) -> Start | None:
-    """What :func:`remember` found; :class:`FileNotFoundError` if it was not called."""
+    """Returns the record of :func:`remember`; raises FileNotFoundError without one."""
     found = json.loads(Path(sandbox.directory, NOTE).read_bytes())
     return Start(**found) if found else None
 
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
-    """``None`` if the commit is not to be found."""
+    """Returns the patch; ``None`` if the commit is missing."""
     patch = await _diff(sandbox, start, [f"g {_DIFF.format(commit=start.commit, paths='')}"])
     if patch is None or _is_text(patch.data):
         return patch
@@ -224,7 +227,7 @@ async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
     some = " ".join(shlex.quote(f":(literal){name}") for name in names)
     others = " ".join(shlex.quote(f":(exclude,literal){name}") for name in names)
     diffs = [f"{_AS_BINARY} {_DIFF.format(commit=start.commit, paths=f'--no-renames -- {some}')}"]
-    if names and len(os.fsencode(some)) < _PATHS_BYTES:
+    if names and len(os.fsencode(some)) < _MAX_PATHS_BYTES:
         diffs.insert(0, f"g {_DIFF.format(commit=start.commit, paths=f'-- . {others}')}")
     else:
         diffs = [f"{_AS_BINARY} {_DIFF.format(commit=start.commit, paths='--no-renames')}"]
@@ -246,24 +249,24 @@ async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -
         version=1 if long else 0,
         more="[extensions]\\n\\tobjectformat = sha256\\n" if long else "",
         settings=" ".join(f"-c {shlex.quote(setting)}" for setting in start.settings),
-        gone=GONE,
+        gone=EXIT_NO_COMMIT,
         diffs="\n".join(diffs),
     )
-    # Half of what is kept is the head.
-    done = await sandbox.exec(script, cwd="/", timeout_s=READ_S, output_limit=2 * LIMIT)
-    if done.exit_code == GONE:
+    # The kept output is half head and half tail, so the head must hold the whole patch.
+    done = await sandbox.exec(script, cwd="/", timeout_s=GIT_TIMEOUT_S, output_limit=2 * MAX_PATCH_BYTES)
+    if done.exit_code == EXIT_NO_COMMIT:
         return None
     if done.timed_out:
-        return Patch(b"", f"{start.top}: git was not through with it after {READ_S:g} s")
+        return Patch(b"", f"{start.top}: git took longer than {GIT_TIMEOUT_S:g} s")
     if done.exit_code:
-        return Patch(b"", f"{start.top} cannot be compared with what it was: {done.stderr.strip()[-2000:]}")
-    if len(done.stdout_bytes) > LIMIT:
-        return Patch(b"", f"the patch of {start.top} is larger than {LIMIT >> 20} MiB")
+        return Patch(b"", f"{start.top}: git cannot compare it with the initial commit: {done.stderr.strip()[-2000:]}")
+    if len(done.stdout_bytes) > MAX_PATCH_BYTES:
+        return Patch(b"", f"the patch of {start.top} is larger than {MAX_PATCH_BYTES >> 20} MiB")
     left_out = [line for line in done.stderr.splitlines() if line.startswith(("error:", "fatal:"))]
     for part in _parts(done.stdout_bytes):
         if _GITLINK.search(part.partition(b"\n@@")[0]):
             name = ", ".join(map(ascii, _names(part)))
-            left_out.append(f"{name}: a repository of its own; the patch names its commit and holds none of its files")
+            left_out.append(f"{name}: a separate repository; the patch names its commit and contains none of its files")
     return Patch(done.stdout_bytes, "\n".join(left_out)[-2000:])
 
 

@@ -1,9 +1,8 @@
-"""Files of tasks that rollouts read, fixed by their digests when a campaign is planned.
+"""Fixes the files that rollouts of a task read, by digests that planning computes.
 
-What is read then (instructions, settings) is kept with the run. Tests, solutions and the source of a task's class are
-read by each rollout where they lie; edited meanwhile, they would give rollouts of one group different tests. Their
-names, modes and bytes are hashed once, in planning; a rollout looks whether sizes and times are still the same, and
-hashes only where they are not.
+Planning stores instructions and settings with the run. Rollouts read tests, solutions and the source of a task's class
+at their original place. If a user edited these files meanwhile, rollouts of one group would have different tests. So
+planning hashes names, modes and bytes once. A rollout compares sizes and times, and hashes only if they differ.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from megaflow_hpc.types import Task
 
 KEY = "files"
 THREADS = 16
-"""Tasks whose files are read at once: a network file system answers each of them late."""
+"""Tasks whose files are read at once. Network file systems have a high latency."""
 _NOT_READ = ("__pycache__", ".git")
 _CHUNK = 1 << 20
 
 
 class FixedFiles(msgspec.Struct, frozen=True):
-    """As a plain mapping it is ``task.metadata["files"]``."""
+    """Digests of a task's files, stored as a plain mapping in ``task.metadata["files"]``."""
 
     paths: tuple[str, ...]
     content: str
     """Hash of names, modes and bytes."""
     seen: str
-    """Hash of names, modes, sizes and times of change."""
+    """Hash of names, modes, sizes and modification times."""
 
     @classmethod
     def of(cls, paths: Sequence[str]) -> FixedFiles:
-        """Returns the files as they are now. Raises OSError."""
+        """Returns the digests of the current files. Raises OSError."""
         return cls(tuple(paths), _content(paths), _seen(paths))
 
 
 def fixed(tasks: Sequence[Task]) -> list[Task]:
-    """Returns tasks that know their files as they are now.
+    """Returns the tasks with the digests of their current files.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -66,7 +65,7 @@ def _fixed(task: Task) -> Task:
 
 
 def changed(tasks: Sequence[Task]) -> list[str]:
-    """Returns the ids of the tasks whose files are not what they were when the campaign was planned."""
+    """Returns the ids of the tasks whose files have changed since planning."""
 
     def is_changed(task: Task) -> bool:
         try:
@@ -80,13 +79,13 @@ def changed(tasks: Sequence[Task]) -> list[str]:
 
 
 def check_unchanged(task: Task) -> None:
-    """Checks that a task's files are what they were when the campaign was planned.
+    """Checks that a task's files have not changed since planning.
 
     Raises:
-        ConfigError: they are not; names the file that was changed last.
+        ConfigError: they have; names the file that was changed last.
     """
     said = task.metadata.get(KEY)
-    if not said:  # planned by an earlier version, or nothing is read
+    if not said:  # planned by an earlier version, or rollouts read no files
         return
     known = msgspec.convert(said, FixedFiles)
     try:
@@ -97,13 +96,13 @@ def check_unchanged(task: Task) -> None:
     except OSError as error:
         last = f"{error.filename} ({error.strerror})"
     raise ConfigError(
-        f"the task was changed after the campaign was planned (last: {last}): its rewards would not compare with those "
-        "before; put its files back as they were and resume with --failed, or plan a new run"
+        f"the task was changed after the campaign was planned (last: {last}): its rewards would not be comparable with "
+        "earlier ones; restore its files and resume with --failed, or plan a new run"
     )
 
 
 def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yields name, path and status of every file, directory and link, in the order of their names. Raises OSError."""
+    """Yields name, path and status of every file, directory and link, sorted by name. Raises OSError."""
     waiting = [(str(number), path) for number, path in enumerate(paths)][::-1]
     while waiting:
         name, path = waiting.pop()
@@ -117,7 +116,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
 def _seen(paths: Sequence[str]) -> str:
     found = hashlib.sha256()
     for name, _, status in _files(paths):
-        regular = stat.S_ISREG(status.st_mode)  # what of a directory counts is what lies in it
+        regular = stat.S_ISREG(status.st_mode)  # directories are represented by their entries
         values = (status.st_size, status.st_mtime_ns) if regular or stat.S_ISLNK(status.st_mode) else ()
         found.update(repr((os.fsencode(name), stat.filemode(status.st_mode), *values)).encode())
     return found.hexdigest()[:32]
@@ -138,5 +137,6 @@ def _content(paths: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _content_as_seen(paths: tuple[str, ...], seen: str) -> str:
-    """The same, read once for each state of the files that was seen: of a run that was copied with its tasks."""
+    """Returns the content hash, cached by ``seen``. A run that was copied with its tasks has new times for the same
+    content."""
     return _content(paths)

@@ -1,7 +1,7 @@
-"""Task formats: what reads a source of a campaign, and prepares, solves and judges the tasks it holds.
+"""Task formats: objects that read a source of a campaign, and prepare, solve and verify its tasks.
 
-A format is an object named ``FORMAT`` in a module of its own; its name is the ``kind`` of its tasks. Harbor's
-directories, SWE-bench lines and Python classes are peers: whoever runs a task asks :func:`format_of`.
+A format is an object named ``FORMAT`` in its own module. Its name is the ``kind`` of its tasks. The formats are Harbor
+directories, SWE-bench lines and Python classes. Code that runs a task calls :func:`format_of`.
 """
 
 from __future__ import annotations
@@ -20,122 +20,127 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.checkout import Patch
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
-LARGEST = 3.4028234663852886e38
-"""Largest reward: rewards are stored as float32."""
+MAX_REWARD = 3.4028234663852886e38
+"""Largest valid reward, because rewards are stored as float32."""
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
-"""A task's id: it names directories and columns. What follows an @ in the id of a rollout is the round."""
+"""Pattern of a task's id, which names directories and columns. In a rollout's id, an @ precedes the round."""
 
 MODULES: Mapping[str, str] = {
     "swebench": "megaflow_hpc.tasks.swebench.format",
     "python": "megaflow_hpc.tasks.python_class",
     "harbor": "megaflow_hpc.tasks.harbor.format",
 }
-"""Module of each kind. They are asked in this order whether a source is theirs; Harbor's takes every path."""
+"""Kind → module, in the order in which they are asked about a source. Harbor accepts every path, so it is last."""
 
 
 @dataclass(frozen=True)
 class VerificationContext:
-    """How a campaign verifies."""
+    """The settings and the means for verifying a task."""
 
     fresh: bool = False
-    """Keep of the agent's changes only the work directory and the declared artifacts."""
+    """Keep only the work directory and the declared artifacts of the agent's changes."""
     as_left: bool = False
-    """Keep all of the agent's changes, replaced programs too."""
+    """Keep all of the agent's changes, including replaced programs."""
     network: Network | None = None
-    """Network of tests that may use one; ``None``: the network that the sandbox has."""
+    """Network of the tests, if they may use one; ``None`` keeps the network of the sandbox."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
-    """Starts the sandbox of a separate verifier, given its environment as a task."""
+    """Starts the sandbox of a separate verifier, whose environment is given as a task."""
     patch: Patch | None = None
     """The agent's changes to the git checkout in the work directory, if there was a checkout."""
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """``verdict`` of the step ``name``; the name is empty for a task without steps."""
+    """The verdict of the step ``name``, which is empty for a task without steps."""
 
     name: str
     verdict: Verdict
 
 
 class TaskFormat(Protocol):
-    """One way to write tasks. Methods that take a sandbox run in a worker, ``claims`` to ``settle`` during planning."""
+    """The interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run in planning.
+    The interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run in planning."""
 
     def claims(self, source: str, /) -> bool:
-        """Whether a source of a campaign file is of this format."""
+        """Returns whether a source of a campaign file has this format."""
 
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, /) -> list[Task]:
-        """The tasks of a source; relative paths are relative to ``base``.
+        """Reads the tasks of a source; relative paths are relative to ``base``.
 
         Raises:
             ConfigError: names file, line, value and remedy.
         """
 
     def settle(self, tasks: Sequence[Task], /) -> list[Task]:
-        """The tasks that a campaign has chosen of one source, ready to run.
+        """Makes the tasks that a campaign has chosen from one source ready to run.
 
         Raises:
-            ConfigError: one of them cannot be run here.
+            ConfigError: a task cannot be run here.
         """
 
     def images(self, task: Task, /) -> list[ImageRequest]:
-        """The images that a task wants: the agent's first, then those of separate verifiers."""
+        """Returns the images of a task: the agent's first, then those of separate verifiers."""
 
     def files(self, task: Task, /) -> list[str]:
-        """Files and directories that rollouts of a task read where they lie, and that must not change meanwhile."""
+        """Returns the files and directories that rollouts read at their original place. They must not change during a
+        run."""
 
     def steps(self, task: Task, /) -> list[Task]:
-        """The steps of a task in their order, each a task of its own; a task without steps is its only one."""
+        """Returns the steps of a task in order, each as a task. A task without steps is its own only step."""
 
     def step_name(self, step: Task, /) -> str:
-        """Name of a step; empty for a task without steps."""
+        """Returns the name of a step; empty for a task without steps."""
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
-        """Prepares a fresh sandbox, which has its work and log directories.
+        """Prepares a fresh sandbox, which already has its work and log directories.
 
         Ends the processes that the task's own code started. Returns whether anything was run or uploaded.
 
         Raises:
-            SandboxError: it cannot be done; the rollout fails.
+            SandboxError: the sandbox cannot be prepared; the rollout fails.
         """
 
     async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
-        """Makes the sandbox ready for one step.
+        """Prepares the sandbox for one step.
 
         Raises:
-            SandboxError: it cannot be done; the rollout fails.
+            SandboxError: the sandbox cannot be prepared; the rollout fails.
         """
 
     async def solve(self, step: Task, sandbox: ApptainerSandbox, /) -> ExecResult:
-        """Carries out the task's own solution.
+        """Runs the task's own solution.
 
         Raises:
-            ConfigError: the task has none.
+            ConfigError: the task has no solution.
         """
 
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
     ) -> Verdict:
-        """Judges the state that the agent left, after its processes have ended. Called again if the infrastructure
+        """Judges the agent's result after its processes have ended. The call is repeated if the infrastructure
         failed (:func:`megaflow_hpc.tasks.steps.verify`).
 
         Args:
-            stay: the sandbox is used again afterwards, so restore the agent's container.
+            step: the step.
+            sandbox: the agent's sandbox.
+            context: settings of the verification.
+            stay: restore the agent's container, because the sandbox is used again.
 
         Raises:
             SandboxError: a sandbox was lost. Errors of the tests are in the verdict's ``error``.
-            ModelServiceError: a judge that the task's own code asks is down.
+            ModelServiceError: a judge model of the task's own code is down.
             ConfigError: the task cannot be verified in this way.
         """
 
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
-        """Whether the next step may begin after this verdict."""
+        """Returns whether the next step may begin after this verdict."""
 
     def combine(self, task: Task, verdicts: Sequence[StepVerdict], /) -> Verdict:
-        """The verdict of a task from those of the steps that were run, at least one."""
+        """Combines the verdicts of the steps that ran (at least one) into the verdict of the task."""
 
 
 class OneStep:
-    """Defaults of formats whose tasks have one step, and one image that is used as it is."""
+    """Defaults for formats whose tasks have one step and one image that needs no build."""
 
     def settle(self, tasks: Sequence[Task]) -> list[Task]:
         return list(tasks)
@@ -163,10 +168,10 @@ class OneStep:
 
 
 def format_of(task: Task) -> TaskFormat:
-    """The format of a task.
+    """Returns the format of a task.
 
     Raises:
-        ConfigError: this version knows no such kind.
+        ConfigError: this version does not know the kind.
     """
     if task.kind not in MODULES:
         raise ConfigError(f"task {task.id}: kind {task.kind!r}: expected one of {', '.join(MODULES)}")
@@ -174,7 +179,7 @@ def format_of(task: Task) -> TaskFormat:
 
 
 def format_of_source(source: str) -> TaskFormat:
-    """The format that reads a source of a campaign file."""
+    """Returns the format that reads a source of a campaign file."""
     return next(found for found in map(_format, MODULES) if found.claims(source))
 
 

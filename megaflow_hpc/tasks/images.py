@@ -1,4 +1,4 @@
-"""Images of tasks: which ones they want, which files those are, and the work directories they bring."""
+"""Images of tasks: the images they need, their files, and their work directories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaflow_hpc.types import Task
 
 
 def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
-    """The images that tasks want: the agents' in the order of the tasks, then those of separate verifiers."""
+    """Returns the images of tasks: the agents' in the order of the tasks, then those of separate verifiers."""
     wanted = [format_of(task).images(task) for task in tasks]
     return [requests[0] for requests in wanted] + [request for requests in wanted for request in requests[1:]]
 
@@ -25,10 +25,13 @@ def in_image_directories(
     images: Images,
     mapping: ImageMapping,
 ) -> list[Task]:
-    """The tasks, those that name no work directory in the one of their image (of their ``FROM``, where it was built).
+    """Returns the tasks. A task without a work directory gets that of its image, or of its base image if it is built.
 
     Args:
-        files: what :meth:`Images.resolve_all` made of ``mapping``.
+        tasks: the tasks.
+        files: the result of :meth:`Images.resolve_all` for ``mapping``.
+        images: the image store.
+        mapping: ``environment.images``.
     """
     placed = []
     for task in tasks:

@@ -25,13 +25,13 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import environment
 from megaflow_hpc.tasks.formats import VerificationContext
 
-OWN_HOME = "/.megaflow-home"
+EMPTY_HOME = "/.megaflow-home"
 """Home directory of tests if the agent's changes in the usual one are kept."""
 _LOADED = ("PATH", "HOME", "BASE", "ENV")
 """Endings of variable names whose values are files or directories that programs load (``PYTHONPATH``, ``CARGO_HOME``,
 ``PYTHONUSERBASE``, ``BASH_ENV``)."""
 _OTHERS = ("PATH", "HOME")
-_MOST_NAMED = 50
+_MAX_NAMED = 50
 
 
 class JudgedLayer:
@@ -69,7 +69,7 @@ class JudgedLayer:
         assumed = self._depends()
         shown = (os.fsdecode(entry).partition("=") for entry in environment(self._sandbox.pid or 0))
         self._variables |= {name: value for name, _, value in shown} | self._given
-        if self._depends() != assumed:  # the image sets PATH or HOME itself: start again by its values
+        if self._depends() != assumed:  # the image sets PATH or HOME itself: start again with its values
             await self._sandbox.restart(self.spec(spec), self.enter)
 
     async def start_when_used(self) -> None:
@@ -84,7 +84,7 @@ class JudgedLayer:
         own = Path(self._sandbox.directory, "tests-home")
         remove_tree(own)
         own.mkdir(mode=0o755)
-        return replace(spec, env={**spec.env, "HOME": OWN_HOME}, binds=(*spec.binds, f"{own}:{OWN_HOME}"))
+        return replace(spec, env={**spec.env, "HOME": EMPTY_HOME}, binds=(*spec.binds, f"{own}:{EMPTY_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
         """Prepares the layer for the tests, after undoing what an interrupted earlier attempt has prepared."""
@@ -110,8 +110,8 @@ class JudgedLayer:
     def note(self) -> str:
         """Log line with the agent's changes that were hidden from the tests; empty if nothing was hidden."""
         names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        return f"\n--- changes that the tests did not see: {' '.join(names[:_MOST_NAMED])}{more} ---\n" if names else ""
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        return f"\n--- changes that the tests did not see: {' '.join(names[:_MAX_NAMED])}{more} ---\n" if names else ""
 
     def _depends(self) -> tuple[bool, KeepRules | None]:
         """Returns those settings of the tests' container that depend on environment variables."""

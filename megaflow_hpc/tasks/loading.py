@@ -1,4 +1,4 @@
-"""A campaign's tasks: found, read, filtered."""
+"""Finds, reads and filters the tasks of a campaign."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_tasks(
         dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved afterwards.
 
     Raises:
-        Mistakes: sources without tasks, broken tasks, ids that two tasks have.
+        Mistakes: sources without tasks, invalid tasks, duplicate ids.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
@@ -41,12 +41,12 @@ def load_tasks(
         for task in found:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
-                mistakes.append(f"task id {task.id} is there twice: {other.path} and {task.path}; rename one directory")
+                mistakes.append(f"task id {task.id} is used twice: {other.path} and {task.path}; rename one directory")
             tasks[task.id] = task
     if mistakes:
         raise Mistakes(mistakes)
     if not tasks:
-        raise ConfigError("tasks: no source is named; add at least one path")
+        raise ConfigError("tasks: the list is empty; add at least one path")
     return list(tasks.values())
 
 
@@ -64,8 +64,8 @@ def _of_source(
     ]
     if not kept:
         raise ConfigError(
-            f"tasks: {path}: {len(found)} tasks, but none is left by include {list(include)} and "
-            f"exclude {list(exclude)}; ids are such as {found[0].id}"
+            f"tasks: {path}: {len(found)} tasks, but include {list(include)} and "
+            f"exclude {list(exclude)} leave none; an example of an id is {found[0].id}"
         )
     return source_format.settle(kept[: options.get("limit") or None])
 

@@ -12,7 +12,7 @@ from urllib.parse import quote, quote_plus
 from megaflow_hpc.types import Artifact, Verdict
 
 MASK = b"[masked]"
-SHORTEST = 6
+MIN_SECRET_LENGTH = 6
 """Minimum number of characters of a secret. Masking shorter values would make the tests' output unreadable."""
 
 
@@ -24,7 +24,7 @@ class Mask:
     """
 
     def __init__(self, values: Iterable[str]) -> None:
-        forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
+        forms = {form for value in values if len(value) >= MIN_SECRET_LENGTH for form in _forms(value)}
         words = sorted(forms, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, words))) if words else None
 
@@ -64,5 +64,5 @@ def _forms(value: str) -> Iterator[bytes]:
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             whole = encode(bytes(offset) + raw)
             form = whole[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]
-            if len(form) >= SHORTEST:
+            if len(form) >= MIN_SECRET_LENGTH:
                 yield form

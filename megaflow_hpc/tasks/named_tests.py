@@ -1,14 +1,14 @@
 """The verifier of tasks made by ``tasks build``: runs named tests inside the sandbox and writes the reward.
 
-It is copied into each task's ``tests/`` and runs there on the image's own Python with nothing but pytest installed, so
-it imports the standard library only. Beside it lie::
+It is copied into each task's ``tests/`` and runs there on the image's own Python, which has only pytest. So it imports
+only the standard library. The directory also contains::
 
     expected.json     {"source_root", "failing", "passing", "files", "stale"}
     files/            the test files of the fixed release
 
-The reward is 1 when every test named as failing now passes and no test named as passing is broken. Test ids are taken
-from pytest's own reports in a second process, never from its printed output, and the reward is decided outside that
-process: a suite that dies half-way leaves ids without an outcome, and those count as not passed.
+The reward is 1 if every test named as failing now passes and no test named as passing is broken. Test ids come from
+pytest's own reports in a second process, never from its printed output. The first process decides the reward. If the
+second process dies early, the remaining tests have no outcome and count as not passed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any
 
 PYTEST_INI = "[pytest]\nfilterwarnings = default\n"
-"""Instead of the project's own, which may ask for plugins that are not installed or turn warnings into errors."""
+"""Replaces the project's settings, which may need missing plugins or turn warnings into errors."""
 
 
 def matches(entry: str, test: str) -> bool:
-    """Whether ``test`` (a pytest id) is ``entry`` or inside it: a parameter set, function, class, file or directory."""
+    """Returns whether ``test`` (a pytest id) is ``entry`` or inside it: a parameter set, function, class, file or
+    directory."""
     return test == entry or any(test.startswith(entry + border) for border in ("[", "::", "/"))
 
 
 def grade(
     failing: Iterable[str], passing: Iterable[str], outcomes: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Outcomes of the tests named as failing, of those named as passing, and what stands between them and a reward."""
+    """Returns the outcomes of the failing tests and of the passing tests, and the problems that prevent a reward."""
     problems: list[str] = []
     chosen: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -48,19 +49,19 @@ def grade(
         found = {test: outcome for test, outcome in outcomes.items() if matches(entry, test) and test not in chosen}
         kept |= found
         if "passed" not in found.values():
-            problems.append(f"{entry}: no test of it passed")
+            problems.append(f"{entry}: none of its tests passed")
         problems += [f"{test}: {outcome}" for test, outcome in found.items() if outcome in ("failed", "error")]
     return chosen, kept, list(dict.fromkeys(problems))
 
 
 def selection(entries: Iterable[str]) -> list[str]:
-    """What pytest is asked to run: the entries without parameter sets, and without those another entry contains."""
+    """Returns pytest's arguments: the entries without parameter sets and without entries inside other entries."""
     plain = list(dict.fromkeys(entry.split("[", 1)[0] for entry in entries))
     return [entry for entry in plain if not any(other != entry and matches(other, entry) for other in plain)]
 
 
 def place(files: Path, workdir: Path, expected: Mapping[str, Any]) -> None:
-    """Puts the fixed release's test files where they belong, and takes away what could stand in for them."""
+    """Copies the fixed release's test files to their places, and removes files that could replace them."""
     shipped = set(expected["files"])
     strangers = [path for path in workdir.rglob("conftest.py") if str(path.relative_to(workdir)) not in shipped]
     for path in [*strangers, *(workdir / name for name in expected["stale"])]:
@@ -73,7 +74,7 @@ def place(files: Path, workdir: Path, expected: Mapping[str, Any]) -> None:
 
 
 class TestRecorder:
-    """A pytest plugin: the outcome of each test id."""
+    """A pytest plugin that records the outcome of each test id."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
@@ -89,7 +90,7 @@ class TestRecorder:
 
 
 def record(target: str, arguments: Sequence[str]) -> int:
-    """The second process: runs pytest and writes every outcome to ``target``."""
+    """Runs pytest in the second process and writes every outcome to ``target``."""
     import pytest
 
     recorder = TestRecorder()

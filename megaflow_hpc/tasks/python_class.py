@@ -48,7 +48,7 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
-from megaflow_hpc.tasks.formats import LARGEST, TASK_ID, OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.user_code import call, code_of, guarded, origin
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
@@ -66,27 +66,27 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
     "disk_mb": (int,),
     "processes": (int,),
 }
-"""Attributes of a class (or instance) that become its task's; only ``image`` is required."""
+"""Attribute of a class or instance → field of its task. Only ``image`` is required."""
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The instance that serves a sandbox: what ``setup`` kept in ``self`` is there in ``score``."""
+"""Sandbox → the instance that serves it, so that ``score`` sees what ``setup`` stored in ``self``."""
 
 
 class ClassSource(msgspec.Struct, frozen=True):
-    """Where a task's class is; as a plain mapping it is ``task.metadata["python"]``."""
+    """The place of a task's class, stored as a plain mapping in ``task.metadata["python"]``."""
 
     name: str = msgspec.field(name="class")
     """``package.module:Class``"""
     base: str
-    """Directory that is looked in for the module first."""
+    """Directory that is searched first for the module."""
     arguments: dict[str, Any]
-    """Keywords that the class is called with."""
+    """Keyword arguments of the class."""
     file: str = ""
-    """The class's source file; empty where it has none, and in runs of earlier versions."""
+    """The class's source file; empty if it has none, and in runs of earlier versions."""
 
 
 def looks_like_class(source: str) -> bool:
-    """Whether a source of a campaign is ``package.module:Class`` rather than a path."""
+    """Returns whether a source of a campaign is ``package.module:Class`` rather than a path."""
     module, colon, name = source.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
@@ -95,10 +95,11 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
     """Reads the tasks of a class.
 
     Args:
-        base: looked in for the module first, before the interpreter's own path.
+        source: ``package.module:Class``.
+        base: directory that is searched for the module before the interpreter's own path.
 
     Raises:
-        ConfigError: names the class, its file and line, what is wrong and what was expected.
+        ConfigError: names the class, its file and line, the problem and the expected value.
     """
     cls = _load(source, str(Path(base).absolute()))
     where = f"{source} ({_place(cls)})"
@@ -106,7 +107,7 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
     if hasattr(cls, "instances"):
         made = guarded(cls.instances, f"{where}: instances", ConfigError)
         if not isinstance(made, Mapping) or not all(isinstance(value, Mapping) for value in made.values()):
-            raise ConfigError(f"{where}: instances gave {made!r:.80}: expected {{name: {{keyword: value}}}}")
+            raise ConfigError(f"{where}: instances returned {made!r:.80}: expected {{name: {{keyword: value}}}}")
     return [_task(cls, str(name), dict(keywords), source, str(base), where) for name, keywords in made.items()]
 
 
@@ -115,7 +116,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         raise ConfigError(f"{where}: task id {name!r}: expected letters, digits, '.', '_' and '-'")
     task = guarded(lambda: cls(**keywords), f"{where}: {name}", ConfigError)
     if not callable(getattr(task, "score", None)):
-        raise ConfigError(f"{where}: has no 'score(self, sandbox)'; without it nothing can be rewarded")
+        raise ConfigError(f"{where}: has no 'score(self, sandbox)'; a task needs it for its reward")
     instruction: Any = getattr(task, "instruction", None)
     if callable(instruction):
         instruction = guarded(instruction, f"{where}: instruction", ConfigError)
@@ -161,7 +162,7 @@ def _load(source: str, base: str) -> Any:
     except Exception as error:
         place = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
         raise ConfigError(
-            f"{source}: cannot be imported{place}: {error!r}; it is looked for in {base} and on PYTHONPATH"
+            f"{source}: cannot be imported{place}: {error!r}; the module must be in {base} or on PYTHONPATH"
         ) from error
     if not inspect.isclass(found):
         raise ConfigError(f"{source}: {name} is {type(found).__name__}; expected a class")
@@ -191,10 +192,10 @@ def _place(cls: Any) -> str:
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
-    """Runs ``setup``, and ends what it left running; returns whether there is one.
+    """Runs ``setup`` and ends the processes that it started. Returns whether the class has a ``setup``.
 
     Raises:
-        UserCodeError: for whatever it raises.
+        UserCodeError: ``setup`` raised an error.
     """
     instance = _instance(task, sandbox)
     if hasattr(instance, "setup"):
@@ -204,11 +205,11 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
 
 
 async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
-    """Runs ``solve``, for the oracle agent.
+    """Runs ``solve`` for the oracle agent.
 
     Raises:
-        ConfigError: the class has none.
-        UserCodeError: for whatever it raises.
+        ConfigError: the class has no ``solve``.
+        UserCodeError: ``solve`` raised an error.
     """
     instance = _instance(task, sandbox)
     if not hasattr(instance, "solve"):
@@ -242,14 +243,14 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     rewards: dict[str, float] = {}
     for name, value in given.items():
         number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not abs(number) <= LARGEST:  # also catches NaN
+        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # also catches NaN
             raise UserCodeError(
-                f"{code_of(instance.score)}: score of task {task.id} gave {found!r:.80}; expected a finite number, or "
-                "such numbers by name"
+                f"{code_of(instance.score)}: score of task {task.id} returned {found!r:.80}; expected a finite number, "
+                "or finite numbers by name"
             )
         rewards[name] = float(number)
     if not rewards:
-        raise UserCodeError(f"{code_of(instance.score)}: score of task {task.id} gave no reward; expected a number")
+        raise UserCodeError(f"{code_of(instance.score)}: score of task {task.id} returned no reward; expected a number")
     return Verdict.of(rewards)
 
 

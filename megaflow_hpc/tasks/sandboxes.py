@@ -1,4 +1,4 @@
-"""What a campaign's environment makes of a task: the sandbox it runs in, and how it is verified."""
+"""Derives a task's sandbox and its verification from the campaign's environment."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from megaflow_hpc.types import Task
 
 
 def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """The sandbox of a task, with the campaign's limits where the task states none.
+    """Returns the sandbox of a task. The campaign's limits apply if the task states none.
 
     Args:
+        task: the task.
         images: image name in the tasks → SIF file or directory.
+        environment: the campaign's ``environment``.
     """
     limits, default = task.limits, environment.limits
     return SandboxSpec(

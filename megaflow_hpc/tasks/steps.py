@@ -32,7 +32,7 @@ from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_
 from megaflow_hpc.types import Task, Verdict
 
 T = TypeVar("T")
-PAUSES_S = 1.0, 5.0
+RETRY_DELAYS_S = 1.0, 5.0
 """Seconds before the second and the third attempt of a verification that failed because of the infrastructure. If the
 job is ending, its signal reaches this process within the first pause."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
@@ -124,9 +124,9 @@ async def run_steps(
 
 
 def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """The verdict of a step that an agent has made impossible, be it to keep what it has or to be given another try."""
+    """Returns the verdict of a step that the agent has made impossible, on purpose or by accident."""
     names = [name for step in before for name in step.verdict.rewards]
-    why = f"the step cannot be set up in what the steps before have left: {why}"
+    why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(names, 0.0), why), agent_error=why)
 
 
@@ -144,13 +144,15 @@ async def verify(
     leaves no valid reward, the reward is 0 and the verdict has an ``error``.
 
     Args:
-        context: where and how to verify. Default: in the agent's sandbox, with its network.
-        stay: the sandbox is used again afterwards: restore the agent's container, without tests and rewards.
+        task: the task or step.
+        sandbox: the agent's sandbox.
+        context: settings of the verification. Default: in the agent's sandbox, with its network.
+        stay: restore the agent's container without tests and rewards, because the sandbox is used again.
         names: known names of the task's rewards; they are 0 if the verifier fails.
 
     Raises:
         SandboxError: this node cannot run the tests. Errors of tests and rewards are in the verdict's ``error``.
-        ModelServiceError: a judge that the task's own code asks is down.
+        ModelServiceError: a judge model of the task's own code is down.
         ConfigError: the task cannot be verified in this way.
     """
     found = format_of(step)
@@ -202,7 +204,7 @@ async def _on_kept_state(
         ConfigError: the task cannot be verified in this way.
     """
     node_works = False
-    for pause_s in (*PAUSES_S, None):
+    for pause_s in (*RETRY_DELAYS_S, None):
         failure: MegaflowError
         try:
             return await work(), ""

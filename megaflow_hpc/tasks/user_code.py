@@ -1,7 +1,7 @@
-"""Code that users write for a task: called within its time, with whatever it raises named by file and line.
+"""Calls code that users write for a task, with a time limit; errors name its file and line.
 
-What it raises is the failure of who wrote it; a sandbox that is lost stays one of infrastructure. Plain functions run
-in a thread of their own, with a sandbox whose methods wait for their results.
+An error of such code is the user's failure; a lost sandbox remains a failure of the infrastructure. Plain functions
+run in their own thread, with a sandbox whose methods wait for their results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
         async with limit:
             if inspect.iscoroutinefunction(method):
                 return await method(sandbox)
-            # Cut off, a thread goes on to its next use of the sandbox, which is gone then.
+            # A thread that timed out runs until it next uses the sandbox, which is closed then.
             plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
             found = await _in_thread(lambda: method(plain), task.id)
             return await found if inspect.isawaitable(found) else found
@@ -49,7 +49,7 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """Runs ``call`` in a thread of its own: one that never ends must not take a place in the loop's pool."""
+    """Runs ``call`` in a new thread, so that a call that never ends does not block the loop's pool."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -65,13 +65,13 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
         outcome: tuple[Any, BaseException | None]
         try:
             outcome = call(), None
-        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future does not carry these
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future cannot carry these
             outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
         except BaseException as error:
             outcome = None, error
         try:
             loop.call_soon_threadsafe(finish, *outcome)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so no caller waits for the result
             pass
 
     threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
@@ -83,7 +83,7 @@ def _user_error(task: Task, method: Callable[..., Any], error: BaseException) ->
 
 
 def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
-    """Returns what ``call`` returns; what it raises becomes an error of ``kind`` that names ``what`` and the line."""
+    """Returns the result of ``call``; an exception becomes an error of ``kind`` that names ``what`` and the line."""
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -91,7 +91,7 @@ def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[U
 
 
 def origin(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the user's own code, not in a library it called."""
+    """Returns ``file:line`` of the innermost frame in the user's own code, not in a library."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
@@ -101,13 +101,13 @@ def origin(error: BaseException) -> str:
 
 
 def code_of(method: Callable[..., Any]) -> str:
-    """``file:line`` where a method begins."""
+    """Returns ``file:line`` of a method's first line."""
     code = getattr(method, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
 
 
 class WaitingSandbox:
-    """A sandbox for code without ``await``: the same methods, each returning when it is done. Used in a thread."""
+    """A sandbox for code without ``await``: each method waits until it is done. Used in a thread."""
 
     def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
         self._sandbox = sandbox

@@ -1,8 +1,8 @@
-"""Proves that tasks can be told apart: reward 0 as they are handed out, reward 1 with their own solution.
+"""Checks that tasks distinguish solved from unsolved: reward 0 without and reward 1 with their own solution.
 
-Each task runs twice in fresh sandboxes, by the steps a rollout takes: prepared, left alone or solved, verified. Where
-the verifier writes ``results.json`` (named_tests.py does) single tests are judged too: those named as failing must
-*fail* without the solution, which a test that cannot be collected does not, and pass with it; the others pass always.
+Each task runs twice in fresh sandboxes, by the steps of a rollout: prepared, left alone or solved, verified. If the
+verifier writes ``results.json`` (as named_tests.py does), single tests are checked too. Tests named as failing must
+*fail* without the solution, and pass with it; a collection error is not a failure. The others must always pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.types import Agent, Task
 
 @dataclass
 class ValidationRun:
-    """One run of a task. ``failing`` and ``passing`` give the outcome of each named test, where they are known."""
+    """One run of a task. ``failing`` and ``passing`` are the outcomes of the named tests, if known."""
 
     reward: float | None = None
     error: str = ""
@@ -32,12 +32,12 @@ class ValidationRun:
     passing: dict[str, str] = field(default_factory=dict)
     output: str = ""
     duration_s: float = 0.0
-    """In the sandbox: without waiting for one, and without staging its image."""
+    """Seconds in the sandbox, without waiting for one and without staging its image."""
 
 
 @dataclass
 class Validation:
-    """A task, and what speaks against it."""
+    """A task and the problems that validation found."""
 
     task: str
     before: ValidationRun
@@ -46,11 +46,11 @@ class Validation:
 
     @property
     def valid(self) -> bool:
-        """Whether nothing speaks against the task."""
+        """True if validation found no problem."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """The evidence: per test named as failing the outcome without and with the solution."""
+        """Returns the evidence: for each test named as failing, the outcome without and with the solution."""
         tests = dict.fromkeys([*self.before.failing, *self.after.failing])
         return {
             "task": self.task,
@@ -65,7 +65,7 @@ class Validation:
 
 
 def judge(before: ValidationRun, after: ValidationRun) -> list[str]:
-    """What is wrong with a task, from its run without and its run with the solution."""
+    """Returns the problems of a task, from its runs without and with the solution."""
     problems = []
     for name, run, reward in (("without the solution", before, 0.0), ("with the solution", after, 1.0)):
         if run.error:
@@ -92,12 +92,14 @@ async def validate(
     environment: EnvironmentConfig | None = None,
     jobs: int = 2,
 ) -> AsyncIterator[Validation]:
-    """Validates tasks, ``jobs`` at once; each is yielded when it is done.
+    """Validates tasks, ``jobs`` at once, and yields each when it is done.
 
     Args:
-        images: image file of every image that the tasks name, separate verifiers included.
-        oracle: carries out a task's own solution.
-        environment: a campaign's, for limits, network and verification; default: no network, no limits of its own.
+        tasks: the tasks.
+        images: image file of every image that the tasks name, including those of separate verifiers.
+        oracle: runs a task's own solution.
+        jobs: number of tasks to validate at once.
+        environment: a campaign's limits, network and verification; default: no network, no further limits.
     """
     environment = environment or EnvironmentConfig(network="none")
     slots = asyncio.Semaphore(jobs)
@@ -119,7 +121,7 @@ async def validate(
 
 
 class _SolutionFailed(Exception):
-    """The solution ended with an error: nothing is to be judged."""
+    """The solution ended with an error, so nothing can be judged."""
 
 
 async def _run(

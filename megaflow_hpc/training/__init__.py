@@ -1,6 +1,6 @@
-"""Learning from rollouts, without torch: the dataflow from the journals of a campaign to a trainer, and back.
+"""Training on rollouts, without torch: the dataflow from a campaign's journals to a trainer and back.
 
-A :class:`~megaflow_hpc.training.dataflow.Dataflow` makes steps of the rollouts of one policy; any trainer may take
-them. In come journals and blocks, out go plans, commits, weight versions and new blocks, all under the run directory.
-``dataset`` is for training on a campaign that is over, with PyTorch's loaders.
+A :class:`~megaflow_hpc.training.dataflow.Dataflow` makes steps of one policy's rollouts for any trainer. It reads
+journals and blocks, and writes plans, commits, weight versions and new blocks. All of them are stored in the run
+directory. ``dataset`` serves training on a finished campaign with PyTorch's loaders.
 """

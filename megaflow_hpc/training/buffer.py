@@ -1,8 +1,8 @@
-"""The rollouts of one policy that no step has trained on yet, by group.
+"""Collects the groups of one policy that no step has trained on yet.
 
-What a group consists of stands in the blocks of the ledger; which of it is there, in the journals. So the buffer is
-nothing but a view: a later process gets the same one from what a plan says is settled, and reads again only the few
-rollouts that wait. A group is *complete* when each of its rollouts has ended, be it in failure.
+The ledger's blocks list the rollouts of each group; the journals hold the finished ones. The buffer only reads both, so
+a later process rebuilds it from a plan's ``settled``, and reads only the few waiting rollouts again. A group is
+*complete* once each of its rollouts has ended, even if it failed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.trajectory import TokenSequence, Trajectory
 from megaflow_hpc.types import Rollout
 
-KEPT_TOKENS = 16 << 20
-"""Tokens of the rollouts that stay in memory, of 13 bytes each."""
+MAX_CACHED_TOKENS = 16 << 20
+"""Maximum number of tokens kept in memory, at 13 bytes each."""
 
 
 @dataclass
 class _Collected:
-    """A group, as far as it is there."""
+    """A group and the samples that have arrived so far."""
 
     task: str
     block: int
@@ -42,24 +42,25 @@ class _Collected:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A rollout that was read: where it lies, and what packing asks of it."""
+    """The place of a rollout's record and the lengths that packing needs."""
 
     place: RecordPlace
     lengths: tuple[int, ...]
-    """Tokens of each of its sequences of the policy."""
+    """Tokens of each of the policy's sequences."""
     sampled: tuple[int, ...]
 
 
 class Buffer:
-    """The groups of one policy that are not settled.
+    """The unsettled groups of one policy.
 
     Args:
         run: the run directory.
-        sequences: of the policy whose tokens are trained on.
-        owners: policies whose rollouts hold them; ``None`` for all, as for a model that agents of others ask as well.
+        sequences: reader of the trained policy's sequences.
+        owners: policies whose rollouts hold the policy's tokens. ``None`` means all, for a model that other policies'
+            agents call too.
         ordinal: number of a weight version → the policy's own count.
-        settled: what an earlier plan says is over.
-        held_out: tasks that are none of its business.
+        settled: the settled groups and the cursor of an earlier plan.
+        held_out: tasks to ignore.
     """
 
     def __init__(
@@ -78,23 +79,23 @@ class Buffer:
         """What the follower has returned and is not read yet; the cursor is behind it already."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
-        """Of every rollout of a group that is not settled."""
+        """Rollout → its unsettled group."""
         self._blocks: dict[int, set[str]] = {}
-        """Block → its groups that are not settled; a block without any stays until those before it have none."""
+        """Block → its unsettled groups. A block without any is kept until all earlier blocks are settled."""
         self._named: dict[int, frozenset[str]] = {}
         """Block → all groups that begin in it."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
-        """By rollout."""
+        """Rollout → its arrival."""
         self._look_for_blocks()
         for place in settled.waiting:
             self._add(place)
 
     def poll(self) -> int:
-        """Reads what is new; returns how many rollouts that is.
+        """Reads new rollouts; returns their number.
 
         Raises:
-            OSError: the run directory cannot be read now; the next call goes on.
+            OSError: the run directory cannot be read now; the next call continues.
         """
         self._unread.extend(self._follower.entries())
         if self._unread:
@@ -102,18 +103,18 @@ class Buffer:
         added = 0
         while self._unread:
             entry = self._unread[0]
-            if entry.id in self._group_of:  # else another policy's, or of a group that is settled
+            if entry.id in self._group_of:  # otherwise another policy's, or its group is settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
         return added
 
     @property
     def journals(self) -> int:
-        """Journals that a look asks for their size."""
+        """Number of journals whose size each poll asks for."""
         return len(self._follower.cursor["journals"])
 
     def complete(self) -> list[SampleGroup]:
-        """Returns the groups of which every rollout has ended, in the order of their blocks."""
+        """Returns the complete groups in the order of their blocks."""
         return [
             SampleGroup(name, group.task, tuple(sorted(group.samples.values(), key=lambda sample: sample.index)))
             for name, group in self._groups.items()
@@ -121,17 +122,17 @@ class Buffer:
         ]
 
     def rounds_under_way(self) -> set[int]:
-        """Returns the rounds of the groups that are not complete, as far as blocks were looked for."""
+        """Returns the rounds of the incomplete groups in the blocks read so far."""
         return {group.round for group in self._groups.values() if len(group.samples) < len(group.expected)}
 
     @property
     def open_groups(self) -> int:
-        """Groups that are not settled, complete or not."""
+        """Number of unsettled groups, complete or not."""
         self._look_for_blocks()
         return len(self._groups)
 
     def settle(self, groups: Iterable[str]) -> None:
-        """Forgets groups: they are of a plan, or dropped for good."""
+        """Forgets groups that a plan uses or drops."""
         for name in groups:
             group = self._groups.pop(name)
             self._settled.add(name)
@@ -145,7 +146,7 @@ class Buffer:
             self._first_block += 1
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
-        """Reads the groups again that an earlier plan took for the first time, as far as it trained on them."""
+        """Reads again the groups that an earlier plan trained on for the first time."""
         found: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
             if not rollout.replayed:
@@ -161,10 +162,10 @@ class Buffer:
 
     @property
     def settled(self) -> Settled:
-        """What a later buffer goes on from."""
+        """The state from which a later buffer continues."""
         waiting = [self.arrived[rollout].place for group in self._groups.values() for rollout in group.samples]
         cursor = self._follower.cursor
-        # A failure that is settled is over: should it succeed later, nothing asks for it any more.
+        # A settled failure is final: a later success of the rollout is not needed.
         cursor["failed"] = [rollout for rollout in cursor["failed"] if rollout in self._group_of]
         return Settled(
             cursor=cursor,
@@ -204,23 +205,23 @@ class Buffer:
 
 
 class Sequences:
-    """A policy's sequences of rollouts, read from the journals; what was read last stays in memory for a while.
+    """Reads a policy's sequences from the journals, and caches those read last.
 
-    A step reads each rollout to plan it, for its proximal log-probabilities and for each epoch. Nobody changes what is
-    handed out.
+    A step reads each rollout for its plan, for its proximal log-probabilities and in each epoch. Callers must not
+    change the returned sequences.
     """
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self._journals, self._policy = Index(run.journal), policy
         self._kept: OrderedDict[RecordPlace, list[TokenSequence]] = OrderedDict()
         self._tokens = 0
-        """Of all that is kept."""
+        """Number of cached tokens."""
 
     def at(self, place: RecordPlace) -> list[TokenSequence]:
-        """Returns the sequences of a rollout that a plan names.
+        """Returns the sequences of a planned rollout.
 
         Raises:
-            ConfigError: its record is no longer there.
+            ConfigError: its record is missing.
         """
         if place not in self._kept:
             self.read(place)
@@ -233,7 +234,7 @@ class Sequences:
         self._tokens -= _tokens(self._kept.pop(place, []))
         self._kept[place] = found
         self._tokens += _tokens(found)
-        while self._tokens > KEPT_TOKENS and len(self._kept) > 1:
+        while self._tokens > MAX_CACHED_TOKENS and len(self._kept) > 1:
             self._tokens -= _tokens(self._kept.popitem(last=False)[1])
         return trajectory, found
 
@@ -243,10 +244,10 @@ def _tokens(sequences: Iterable[TokenSequence]) -> int:
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
-    """Reads what data algorithms and packing ask of a rollout.
+    """Reads the facts of a rollout that data algorithms and packing need.
 
     Raises:
-        ConfigError: its record is no longer there.
+        ConfigError: its record is missing.
     """
     trajectory, sequences = sequences_of.read(place)
     sampled = tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
@@ -256,7 +257,9 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         column = column[column >= 0]
         if len(column):
             lowest, highest = int(column.min()), int(column.max())
-            versions.update([lowest] if lowest == highest else np.unique(column).tolist())  # which sorts
+            versions.update(
+                [lowest] if lowest == highest else np.unique(column).tolist()
+            )  # ``unique`` sorts, which is slow
     ordinals = [ordinal(version) for version in versions]
     sample = Sample(
         id=trajectory.id,

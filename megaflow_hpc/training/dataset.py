@@ -40,7 +40,7 @@ class _Opened:
         self.where = where
         self.advantage = advantage
         self._mine: tuple[int, TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None] | None = None
-        self.open()  # so that errors are raised where the dataset is made, not in a worker
+        self.open()  # raises errors here rather than in a worker
 
     def open(self) -> tuple[TrajectoryStore, np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
         """Returns the store, the chosen row numbers, and the advantage of every row if one was asked for."""
@@ -158,7 +158,7 @@ class PackedTrajectories(IterableDataset[Batch]):
         self._ranks = here[1] if ranks is None else ranks
         if not 0 <= self._rank < self._ranks:
             raise ValueError(f"rank {self._rank} of {self._ranks}: expected 0 to {self._ranks - 1}")
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # seen by workers that live through epochs
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # shared with persistent workers
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which changes the shuffle; call it with the same number on every rank."""

@@ -1,6 +1,6 @@
-"""Evaluation while training: tasks that are not trained on, asked for every few steps.
+"""Evaluates a policy during training on tasks that it is not trained on, every few steps.
 
-The rollouts are ordinary ones, of the round that is the step's number; their tokens say which version answered.
+Evaluation rollouts are ordinary ones whose round is the step's number. Their tokens name the version that sampled them.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from megaflow_hpc.types import Rollout, round_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the held-out tasks gave after one step."""
+    """Results of the held-out tasks after one step."""
 
     step: int
     rollouts: int
-    """Those that have a reward."""
+    """Number of rollouts that have a reward."""
     reward: float
-    """Their mean."""
+    """Mean reward."""
     passed: float
-    """Share of them that passed."""
+    """Share of rollouts that passed."""
 
 
 def ask(run: RunDir, policy: str, agent: str, tasks: Sequence[str], samples: int, step: int, pods: int) -> None:
-    """Asks for the held-out tasks as the policy is after a step; done twice it is done once. Raises OSError."""
+    """Requests the held-out tasks after a step. Repeating the call requests nothing new.
+
+    Raises:
+        OSError: the run directory does not answer.
+    """
     rollouts = [Rollout(task, policy, sample, agent, step) for task in tasks for sample in range(samples)]
     add_blocks(run, rollouts, token=f"{policy}.evaluate.{step:06d}", pods=pods)
 
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
-    """Returns what is there of each evaluation, in the order of steps. Reads the rows of the whole campaign.
+    """Returns the results so far of each evaluation, in the order of steps. Reads the rows of the whole campaign.
 
     Raises:
-        ConfigError: no such run.
+        ConfigError: the run is missing.
     """
     record = read_run(run)
     held_out, threshold = set(record.held_out), record.config.evaluation.threshold

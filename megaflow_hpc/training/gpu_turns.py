@@ -1,12 +1,12 @@
-"""A trainer's turns on GPUs that it shares with its policy's engine (``slurm.trainer.share: sleep``).
+"""Takes turns with the policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
 
     turns = GpuTurns(flow)
     turns.take(step.number)                      # the engine sleeps now
     ...                                          # move onto the GPUs, step, publish, move off them
     turns.give()                                 # it wakes, and loads what was published
 
-Each rank of a distributed trainer has turns of its own; what none of them may do before all have moved off is
-:meth:`GpuTurns.give`. Where the campaign shares nothing, both do nothing.
+Each rank of a distributed trainer has its own ``GpuTurns``. Call :meth:`GpuTurns.give` only after all ranks have moved
+off the GPUs. If the campaign shares no GPUs, both methods do nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.training import SharedGpu
 from megaflow_hpc.training.dataflow import SAY_INTERVAL_S, Dataflow
 
-FIRST_S, LOOK_S = 0.05, 0.5
-"""Seconds between two looks whether the engine sleeps: at first, and at most; each is twice as late as the last."""
+FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
+"""Shortest and longest poll interval while waiting for the engine to sleep. Each interval is twice as long as the last.
+Shortest and longest poll interval while waiting for the engine to sleep. Each interval is twice as long as the last."""
 
 
 class GpuTurns:
@@ -29,37 +30,37 @@ class GpuTurns:
         self._flow = flow
         planned = flow.record.config if flow.record.campaign else None
         self.shared = planned is not None and planned.slurm.trainer.share == "sleep"
-        """Whether there is anything to take turns on."""
+        """True if trainer and engine share GPUs."""
         self._gpu = SharedGpu(flow.run, flow.policy)
-        # Of several ranks it is their parent, torch's launcher, that ends last.
+        # With several ranks, their parent process (torch's launcher) ends last.
         process = Identity.of(os.getppid() if flow.ranks > 1 else os.getpid())
         assert process is not None
         self._process = process
 
     def take(self, step: int) -> float:
-        """Waits until the engine sleeps; returns the seconds in which it woke and loaded weights after the turn before.
+        """Waits until the engine sleeps. Returns the seconds that it took to wake and load weights after the last turn.
 
         Args:
-            step: which use it is for; the same in all ranks, and another one each time.
+            step: identifies this turn; the same on all ranks, and different for each turn.
 
         Raises:
-            LedgerError: a later trainer goes on.
+            LedgerError: a later trainer has taken over.
         """
         if not self.shared:
             return 0.0
-        turn, began, pause, said = f"{self._process}.{step}", time.monotonic(), FIRST_S, False
+        turn, began, pause, said = f"{self._process}.{step}", time.monotonic(), FIRST_POLL_S, False
         if not self._flow.rank:
             self._flow.check()
             self._gpu.want(turn, self._process)
         while (given := self._gpu.given(turn)) is None:
             time.sleep(pause)
-            pause = min(2 * pause, LOOK_S)
+            pause = min(2 * pause, MAX_POLL_S)
             if not said and time.monotonic() - began > SAY_INTERVAL_S:
                 said = True
-                self._flow.tell(f"waits for the engine of {self._flow.policy} to leave the GPUs to it")
+                self._flow.tell(f"waits for the engine of {self._flow.policy} to release the GPUs")
         return given.wake_s
 
     def give(self) -> None:
-        """Leaves the GPUs to the engine. Call it once no rank has anything on them."""
+        """Returns the GPUs to the engine. Call it once no rank has data on them."""
         if self.shared and not self._flow.rank:
             self._gpu.release()

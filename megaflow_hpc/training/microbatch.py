@@ -1,8 +1,9 @@
-"""Minibatches and micro-batches of a step: which rollouts, packed how, on which rank.
+"""Splits a step into minibatches and micro-batches: which rollouts, how they are packed, and on which rank.
 
-A *minibatch* is what one optimizer step sees, a *micro-batch* what one forward pass sees on one rank. Sequences are
-packed end to end, none is cut. All ranks compute the same split from the plan, and each reads only what is its own;
-every rank has equally many micro-batches, since with sharded parameters each pass is a collective operation.
+A *minibatch* is the input of one optimizer step. A *micro-batch* is the input of one forward pass on one rank.
+Sequences are concatenated and never cut. All ranks compute the same split from the plan, and each reads only its own
+part. Every rank has the same number of micro-batches, because with sharded parameters each pass is a collective
+operation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megaflow_hpc.trajectory import TokenSequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S sequences, T tokens, end to end. The token at t was predicted from those before it in its sequence."""
+    """S concatenated sequences of T tokens in all. Each token is predicted from the earlier ones of its sequence."""
 
     tokens: NDArray[np.int32]
     """(T)"""
@@ -35,11 +36,11 @@ class MicroBatch:
     logprobs: NDArray[np.float32]
     """(T), the engine's log-probabilities; 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """(T), ordinals of the versions that sampled; -1 where nothing was."""
+    """(T), ordinals of the versions that sampled the tokens; -1 if not sampled."""
     advantages: NDArray[np.float32]
     """(T), 0 where the mask is 0."""
     weights: NDArray[np.float32]
-    """(T), of a token in the loss; 0 where the mask is 0."""
+    """(T), factors of the tokens in the loss; 0 where the mask is 0."""
     sample: NDArray[np.int32]
     """(S), index of each sequence's rollout in the step."""
     group: NDArray[np.int32]
@@ -47,11 +48,12 @@ class MicroBatch:
 
     @property
     def sampled(self) -> int:
-        """Tokens that count."""
+        """Number of tokens to train on."""
         return int(self.mask.sum())
 
     def sequence_keys(self) -> list[tuple[int, bytes]]:
-        """Returns what each sequence is known by in any minibatch of a step: its rollout, a digest of its tokens."""
+        """Returns a key for each sequence, valid in every minibatch of a step: its rollout and a digest of its tokens.
+        Returns a key for each sequence, valid in every minibatch of a step: its rollout and a digest of its tokens."""
         bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
@@ -60,9 +62,9 @@ class SequencePart(NamedTuple):
     """One sequence of one rollout."""
 
     rollout: int
-    """Index in the plan."""
+    """Index of the rollout in the plan."""
     sequence: int
-    """Number among the rollout's sequences of the policy."""
+    """Index among the rollout's sequences of the policy."""
     length: int
 
 
@@ -73,14 +75,14 @@ Ordinal = Callable[[int], int]
 
 
 class Minibatch:
-    """What one optimizer step sees, on all ranks together.
+    """The input of one optimizer step on all ranks.
 
     Attributes:
         rollouts: indices in the plan.
-        tokens: sampled tokens that count.
-        samples: rollouts with such tokens.
-        sequences: their sequences with such tokens.
-        longest: sampled tokens of the rollout that has most.
+        tokens: number of tokens to train on.
+        samples: number of rollouts with such tokens.
+        sequences: number of sequences with such tokens.
+        longest: largest number of such tokens in one rollout.
     """
 
     def __init__(
@@ -103,10 +105,13 @@ class Minibatch:
         self.longest = max(counted, default=0)
 
     def microbatches(self, tokens: int) -> Iterator[MicroBatch]:
-        """Yields this rank's micro-batches, of at most so many tokens each; where one rank has fewer, empty ones.
+        """Yields this rank's micro-batches. A rank with fewer micro-batches than another yields empty ones.
+
+        Args:
+            tokens: maximum number of tokens in a micro-batch.
 
         Raises:
-            ConfigError: a sequence is longer than that.
+            ConfigError: a sequence is longer.
         """
         bins = self._bins(tokens)
         rounds = -(-len(bins) // self._ranks)
@@ -115,7 +120,7 @@ class Minibatch:
             yield self._pack(bins[mine] if mine < len(bins) else [])
 
     def _bins(self, tokens: int) -> list[list[SequencePart]]:
-        """First fit decreasing; sequences without a token that counts are left out."""
+        """Packs sequences first-fit decreasing. Sequences without a token to train on are left out."""
         parts = [
             SequencePart(index, number, length)
             for index in self.rollouts
@@ -150,7 +155,7 @@ class Minibatch:
         logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
         versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
         for number in np.unique(versions[versions >= 0]).tolist():
-            versions[versions == number] = -2 - self._ordinal(number)  # so that none is replaced twice
+            versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no number is replaced twice
         versions[versions < -1] = -2 - versions[versions < -1]
         of = self._planned
         each = [np.repeat(np.array([f(of[p.rollout]) for p in parts], np.float32), lengths) for f in _BY_ROLLOUT]
@@ -172,7 +177,7 @@ _BY_ROLLOUT: tuple[Callable[[PlannedRollout], float], ...] = (lambda r: r.advant
 
 
 def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:
-    """A copy, which the caller may change."""
+    """Returns a copy, so that the caller may change it."""
     return np.concatenate([np.empty(0, dtype), *parts])
 
 

@@ -1,19 +1,19 @@
-"""What a trainer keeps under ``RUN/training/<policy>``: batches asked for, plans of steps, commits.
+"""The files of a trainer in ``RUN/training/<policy>``: requested batches, plans of steps, commits.
 
 ::
 
-    batches/000003.json     :class:`TaskBatch`: tasks that were asked for together
-    refills/012001.json     :class:`Refill`: tasks that step 12 asked for in the place of groups that were dropped
-    added/3610421.json      :class:`Added`: tasks that the trainer asked for by itself
-    steps/000012.json       :class:`StepPlan`: what step 12 trains on, and what it drops; never changed
+    batches/000003.json     :class:`TaskBatch`: tasks that were requested together
+    refills/012001.json     :class:`Refill`: tasks that step 12 requested in the place of dropped groups
+    added/3610421.json      :class:`Added`: tasks that the trainer requested in addition
+    steps/000012.json       :class:`StepPlan`: the rollouts that step 12 trains on and drops; never changed
     commits/000012.json     step 12 is done: its checkpoint, its weights, its metrics
-    trainers/000002.json    the second start of the trainer; earlier ones commit no more
+    trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
 
-A plan is claimed before anything of it is used: its file is linked to the step's number, which succeeds once, and who
-comes second takes what is there. So a step is always made of the same rollouts, whoever dies and however often it is
-begun; a trainer that was thought dead and lives on can at most do the same step again, and does not commit it.
-Others look at commits and starts too: their records are in :mod:`megaflow_hpc.rundir.training`.
+A plan is claimed before it is used: its file is linked to the step's number, which succeeds only once. A trainer that
+comes second uses the existing plan. So a step is always made of the same rollouts, no matter which process dies. A
+trainer that was wrongly believed dead can repeat a step, but cannot commit it. Other rooms read commits and starts too,
+so their records are in :mod:`megaflow_hpc.rundir.training`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
-    """Where a journal holds a rollout."""
+    """The place of a rollout's record in a journal."""
 
     journal: str
     """File name in ``RUN/journal``."""
     start: int
-    """Its first byte."""
+    """Offset of its first byte."""
     epoch: int = 0
 
 
@@ -53,28 +53,28 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     group: str
     place: RecordPlace
     reward: float | None = None
-    """``None`` unless verified."""
+    """``None`` if not verified."""
     advantage: float = 0.0
-    """Of each of its sampled tokens."""
+    """Advantage of each sampled token."""
     weight: float = 1.0
-    """Of its tokens in the loss."""
+    """Weight of its tokens in the loss."""
     oldest: int = -1
-    """Ordinal of the oldest version that sampled a token of it; -1: nothing is sampled."""
+    """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     replayed: bool = False
-    """Whether an earlier step trained on it as well."""
+    """True if an earlier step trained on it too."""
     lengths: list[int] = []
-    """Tokens of each of its sequences of this policy."""
+    """Tokens of each of the policy's sequences."""
     sampled: list[int] = []
-    """Sampled tokens of each of them."""
+    """Sampled tokens of each of the policy's sequences."""
 
 
 class Settled(msgspec.Struct, kw_only=True, frozen=True):
-    """What is over and what waits after a step, as far as the places read so far tell."""
+    """The groups that are settled after a step, and the rollouts that wait."""
 
     cursor: dict[str, Any] = {}
-    """Where the reading of the journals goes on."""
+    """Position from which reading the journals continues."""
     waiting: list[RecordPlace] = []
-    """Rollouts that were read and are of no step yet."""
+    """Rollouts that were read and belong to no step yet."""
     first_block: int = 0
     """Every group in blocks below this one is settled."""
     groups: list[str] = []
@@ -82,54 +82,54 @@ class Settled(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
-    """What one step is made of."""
+    """The rollouts and decisions of one step."""
 
     format_version: int = FORMAT_VERSION
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     version: int
-    """Ordinal of the policy's newest weights when it was planned: staleness counts from here."""
+    """Ordinal of the policy's newest weights at planning; staleness counts from here."""
     seed: list[int]
-    """Of every random choice in the step."""
+    """Seed of every random choice in the step."""
     rollouts: list[PlannedRollout] = []
     drops: dict[str, str] = {}
-    """Rollout or group → why no step trains on it."""
+    """Rollout or group → reason why no step trains on it."""
     settled: Settled = Settled()
     state: dict[str, Any] = {}
-    """Of the data algorithms, after this step."""
+    """State of the data algorithms after this step."""
     trainer: int = 0
-    """The start of the trainer that made it."""
+    """Number of the trainer's start that made the plan."""
 
     @property
     def staleness(self) -> list[int]:
-        """By rollout: versions published since the oldest of its tokens was sampled."""
+        """For each rollout: versions published since its oldest token was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):
-    """Tasks that were asked for together; their blocks are added from this, once."""
+    """Tasks that were requested together. Their blocks are derived from this record, so each is added only once."""
 
     batch: int
-    """From 0."""
+    """Number of the batch, from 0."""
     tasks: list[tuple[str, int]]
     """Task and round."""
     samples: int
     version: int = 0
-    """Ordinal of the policy's newest weights when it was asked for: none of its tokens is of an older one."""
+    """Ordinal of the policy's newest weights at the request. No token of the batch is sampled by an older version."""
     state: dict[str, Any] = {}
-    """Of the choice of tasks, after this one."""
+    """State of the task choice after this batch."""
 
 
 class Refill(TaskBatch, kw_only=True):
-    """Further tasks for a step; ``batch`` counts the batches that were asked for before."""
+    """Further tasks for a step. ``batch`` counts the batches requested before."""
 
 
 class Added(TaskBatch, kw_only=True):
-    """Tasks that a trainer asked for by itself; ``batch`` counts the batches that were asked for before."""
+    """Tasks that a trainer requested in addition. ``batch`` counts the batches requested before."""
 
 
 class TrainingFiles:
-    """The files of one policy. Building one touches nothing."""
+    """The files of one policy. The constructor does not touch the disk."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.run, self.path = run, run.training / policy
@@ -144,14 +144,14 @@ class TrainingFiles:
         return self.path / _KINDS[kind]
 
     def numbers(self, kind: type[msgspec.Struct]) -> list[int]:
-        """Returns the numbers of the records of one kind that are there."""
+        """Returns the numbers of the existing records of one kind."""
         return numbered(self._folder(kind))
 
     def read(self, kind: type[R], number: int) -> R | None:
-        """Returns a record; ``None`` if there is none.
+        """Returns a record; ``None`` if it is missing.
 
         Raises:
-            ConfigError: it is not whole, or of a later version.
+            ConfigError: the record is damaged, or was written by a later version.
         """
         path = self._folder(kind) / f"{number:06d}.json"
         try:
@@ -163,11 +163,11 @@ class TrainingFiles:
         except ValueError as error:
             raise ConfigError(f"{path}: cannot be read ({error}); the run directory is damaged") from None
         if getattr(found, "format_version", FORMAT_VERSION) > FORMAT_VERSION:
-            raise ConfigError(f"{path}: is of a later version; use a newer megaflow-hpc")
+            raise ConfigError(f"{path}: was written by a later version; use a newer megaflow-hpc")
         return found
 
     def claim(self, number: int, record: R) -> R:
-        """Publishes a record under its number, unless there is one; returns the one that is there."""
+        """Publishes a record under its number unless one exists; returns the record that is stored."""
         path = self._folder(type(record)) / f"{number:06d}.json"
         try:
             write_atomic(path, msgspec.json.encode(record), exclusive=True)
@@ -181,10 +181,10 @@ class TrainingFiles:
         """Returns the SHA-256 of a plan's file, in hexadecimal."""
         return hashlib.sha256(read_regular(self._folder(StepPlan) / f"{step:06d}.json")).hexdigest()
 
-    # --- the trainer's starts ---
+    # --- starts of the trainer ---
 
     def enter(self, trainer: Trainer) -> int:
-        """Makes this the policy's latest trainer, and returns the number of its start, from 1."""
+        """Registers the policy's latest trainer; returns the number of its start, from 1."""
         number = (self.numbers(Trainer) or [0])[-1] + 1
         while self.claim(number, trainer) is not trainer:
             number += 1
@@ -200,12 +200,12 @@ class TrainingFiles:
         if latest > trainer:
             later = self.read(Trainer, latest)
             where = f" (process {later.pid} on {later.node})" if later else ""
-            raise LedgerError(f"{self.path}: start {latest} of the trainer{where} goes on with it; this one ends")
+            raise LedgerError(f"{self.path}: start {latest} of the trainer{where} has taken over; this one ends")
 
     # --- commits ---
 
     def commit(self, commit: Commit) -> None:
-        """Publishes a step's commit, in the place of one that lacks what this one has.
+        """Publishes a step's commit, replacing an earlier one of the same step.
 
         Raises:
             LedgerError: a later trainer was started.
@@ -214,7 +214,7 @@ class TrainingFiles:
         write_atomic(self._folder(Commit) / f"{commit.step:06d}.json", msgspec.json.encode(commit))
 
     def committed(self, with_checkpoint: bool = False) -> Commit | None:
-        """Returns the last commit, or the last one with a checkpoint that is there; ``None`` without any."""
+        """Returns the last commit, or the last one whose checkpoint exists; ``None`` without any."""
         for number in reversed(self.numbers(Commit)):
             found = self.read(Commit, number)
             if found and (not with_checkpoint or (found.checkpoint and (self.run.path / found.checkpoint).exists())):

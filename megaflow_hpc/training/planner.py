@@ -1,4 +1,4 @@
-"""Makes the plan of a step out of what the buffer holds: which groups, with what advantages, and what is dropped."""
+"""Makes the plan of a step from the buffer: the groups to train on, their advantages, and the drops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megaflow_hpc.training.policy import TrainedPolicy
 
 
 class Planner:
-    """The data algorithms of one policy over its buffer.
+    """Applies the data algorithms of one policy to its buffer.
 
     Args:
         learned: state of the algorithms after the last plan.
-        earlier: plans that were made before, the latest first; read only as far as replay reaches back.
+        earlier: earlier plans, the latest first; read only as far as replay needs.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Planner:
         """After a plan that was not made: groups that it lacks."""
         self._replayable = next((step.replay.size for step in config.data if step.replay), 0)
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
-        """Groups that may be trained on again, the latest last."""
+        """Groups that may be replayed, the latest last."""
         for plan in earlier if self._replayable else ():
             for group in reversed(buffer.read_groups(plan)):
                 self._used.appendleft(group)
@@ -58,15 +58,15 @@ class Planner:
         replace: bool = False,
         short: bool = False,
     ) -> StepPlan | None:
-        """Returns the plan of a step; ``None`` while there is too little for one, and :attr:`lacks` says how much.
+        """Returns the plan of a step; ``None`` if groups are missing, whose number is then in :attr:`lacks`.
 
         Args:
             version: ordinal of the newest weights.
-            want: groups that the step waits for and settles, be they trained on or dropped.
-            least: groups that it settles at least, the oldest ones, should more than it waits for be there.
+            want: number of groups that the step waits for and settles, whether it trains on them or drops them.
+            least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
             last: no more rollouts will come, so fewer groups are enough.
-            replace: groups that are dropped do not count.
-            short: fewer groups that count are enough, where so many are there.
+            replace: dropped groups do not count towards ``want``.
+            short: fewer undropped groups are enough if ``want`` groups are complete.
         """
         complete = self._buffer.complete()
         self.lacks = want - len(complete)

@@ -19,7 +19,7 @@ from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
 
 @dataclass
 class _View:
-    """What is known of the rollouts that no plan has settled. A later trainer rebuilds it from the last plan."""
+    """The rollouts that no plan has settled. A later trainer rebuilds this view from the last plan."""
 
     buffer: Buffer
     planner: Planner
@@ -54,7 +54,7 @@ class Planning:
         self._view: _View | None = None
         self.control = StalenessControl(files, policy, config)
         self.exhausted = False
-        """Whether no task is left to request in the place of dropped groups."""
+        """True if no task is left to request in the place of dropped groups."""
 
     def request(self, committed: int, say: Callable[[str], None]) -> None:
         """Requests the batches that are due.

@@ -53,7 +53,7 @@ class StalenessControl:
         self._added = max(0, *files.numbers(TaskBatch), 0)
         """Batches whose blocks exist. Those of the last recorded batch may be missing."""
         self._refills_are_complete = False
-        """Whether the blocks of every refill exist. Those of the last recorded refill may be missing."""
+        """True if the blocks of every refill exist. Those of the last recorded refill may be missing."""
 
     @property
     def ahead(self) -> int:
@@ -169,7 +169,7 @@ class StalenessControl:
         return self._files.read(TaskBatch, number)
 
     def _late_engines(self) -> str:
-        """Returns the engines that synchronous training waits for; empty if there are none."""
+        """Returns the engines that synchronous training waits for; empty without any."""
         run, policy = self._files.run, self._policy.name
         wanted = current(run, policy).version
         serving = EndpointFiles(run).serving(policy)

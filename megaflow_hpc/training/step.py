@@ -1,4 +1,4 @@
-"""One step of training: its rollouts as minibatches, and how it ends."""
+"""One step of a training: its rollouts as minibatches, publishing and committing."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Flow(Protocol):
 
 
 class Step:
-    """What one step trains on, the same whenever and on however many ranks it is made.
+    """One training step. It is made of the same rollouts after every restart and for every number of ranks.
 
     Attributes:
-        plan: what is written down of it.
-        wait_s: seconds that were spent on waiting for its rollouts.
-        plan_s: seconds that were spent on reading and planning.
+        plan: the stored plan.
+        wait_s: seconds spent waiting for its rollouts.
+        plan_s: seconds spent reading and planning.
     """
 
     def __init__(self, flow: Flow, plan: StepPlan, wait_s: float = 0.0, plan_s: float = 0.0) -> None:
@@ -78,18 +78,17 @@ class Step:
 
     @property
     def number(self) -> int:
-        """From 1."""
+        """Number of the step, from 1."""
         return self.plan.step
 
     @cached_property
     def groups(self) -> list[int]:
-        """By rollout: the number of its group in the step."""
+        """For each rollout: the number of its group in the step."""
         seen: dict[str, int] = {}
         return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
 
     @cached_property
     def _digest(self) -> str:
-        """Of the plan, which never changes."""
         return self._flow.files.digest(self.number)
 
     @property
@@ -99,12 +98,12 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of its rollouts."""
+        """Number of sampled tokens."""
         return sum(sum(rollout.sampled) for rollout in self.plan.rollouts)
 
     def minibatches(self) -> Iterator[Minibatch]:
-        """Yields what each optimizer step sees: the policy's ``loss.epochs`` times the whole step, by its
-        ``loss.minibatch``, shuffled anew in each epoch."""
+        """Yields the minibatches of all ``loss.epochs``, cut by ``loss.minibatch`` and with a new shuffle in each
+        epoch."""
         loss = self._flow.settings.loss
         for epoch in range(loss.epochs):
             if loss.minibatch is None:
@@ -115,7 +114,7 @@ class Step:
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
-        """Returns a minibatch of these rollouts, by default all of the step."""
+        """Returns a minibatch of these rollouts; by default of the whole step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
         flow = self._flow
         return Minibatch(self.plan.rollouts, chosen, self.groups, self.sequences, flow.ordinal, flow.rank, flow.ranks)
@@ -125,7 +124,7 @@ class Step:
         return self._flow.sequences(self.plan.rollouts[rollout].place)
 
     def statistics(self) -> dict[str, float]:
-        """Returns what the step's rollouts were like: reward, tokens, staleness, drops."""
+        """Returns statistics of the step's rollouts: reward, tokens, staleness, drops."""
         plan = self.plan
         rewards = [rollout.reward for rollout in plan.rollouts if rollout.reward is not None]
         stale = plan.staleness
@@ -143,26 +142,25 @@ class Step:
         }
 
     def publish(self, folder: str | os.PathLike[str], *, move: bool = False, keep: int | None = None) -> Version:
-        """Publishes a model directory as what this step made of the policy; done twice it is done once.
+        """Publishes a model directory as the weights after this step. Repeating the call publishes nothing new.
 
         Where the campaign says ``publish_delta``, it is published as what differs from the last whole version, if that
         is small.
 
         Args:
-            folder: weights as the engine reads them.
-            move: take the directory, which is gone afterwards, instead of copying it; it must be on the run directory's
-                file system.
+            folder: weights in the engine's format.
+            move: move the directory instead of copying it. It must be on the run directory's file system.
             keep: remove all but this many of the policy's newest versions.
 
         Raises:
-            ConfigError: no model directory with weights.
-            LedgerError: a later trainer goes on.
+            ConfigError: ``folder`` is not a model directory with weights.
+            LedgerError: a later trainer has taken over.
         """
         flow = self._flow
         if flow.rank:
             return current(flow.run, flow.policy)
         flow.check()
-        # What a step is made again from is its plan; a GPU need not make the same bits of it.
+        # The plan identifies the version. A repeated step need not give the same bits on a GPU.
         made = publish(
             flow.run,
             folder,
@@ -174,22 +172,23 @@ class Step:
             delta=flow.config.publish_delta,
         )
         if move:
-            remove_tree(folder, ignore_errors=True)  # a delta, or what was published before, has left it
+            remove_tree(
+                folder, ignore_errors=True
+            )  # still exists if a delta was written, or the step was already published
         return made
 
     def commit(
         self, checkpoint: str | os.PathLike[str] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Says that the step is done, and lets what comes after it be sampled.
+        """Records that the step is done, and requests the rollouts that are due next.
 
         Args:
-            checkpoint: directory that holds the trainer's state after this step, durable; the step from which a later
-                start goes on.
-            metrics: finite numbers by name, kept with the step and in ``metrics.jsonl``.
+            checkpoint: durable directory with the trainer's state after this step. A later start continues from it.
+            metrics: finite numbers by name, stored with the commit and in ``metrics.jsonl``.
 
         Raises:
-            ConfigError: there is no such directory.
-            LedgerError: a later trainer goes on; this one must end.
+            ConfigError: the checkpoint directory is missing.
+            LedgerError: a later trainer has taken over; this one must end.
         """
         flow = self._flow
         if flow.rank:
@@ -198,7 +197,7 @@ class Step:
         if checkpoint is not None:
             path = Path(checkpoint).absolute()
             if not path.is_dir():
-                raise ConfigError(f"{path}: is no directory; commit a step after its checkpoint is written")
+                raise ConfigError(f"{path}: is not a directory; write the checkpoint before committing the step")
             where = os.path.relpath(path, flow.run.path) if path.is_relative_to(flow.run.path) else str(path)
         known = {**self.statistics(), **(metrics or {})}
         commit = Commit(

@@ -92,11 +92,11 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ({}, "one of command .* and preset"),
-        ({"command": "true", "preset": "codex"}, "one of command .* and preset"),
-        ({"preset": "aider"}, "no preset 'aider'; there are claude-code"),
-        ({"preset": "codex", "toolbox": "/nowhere"}, r"/nowhere should hold @openai/codex@\S+ and holds nothing; run"),
-        ({"preset": "openhands", "toolbox": "/nowhere"}, r"should hold openhands-sdk@\S+ .*agents.sh openhands, or"),
+        ({}, "either command .* or preset"),
+        ({"command": "true", "preset": "codex"}, "either command .* or preset"),
+        ({"preset": "aider"}, "preset 'aider': expected one of claude-code"),
+        ({"preset": "codex", "toolbox": "/nowhere"}, r"/nowhere contains nothing, expected @openai/codex@\S+; run"),
+        ({"preset": "openhands", "toolbox": "/nowhere"}, r"expected openhands-sdk@\S+; .*agents.sh openhands, or"),
     ],
 )
 def test_a_preset_that_cannot_run_is_refused_with_the_remedy(args: dict[str, Any], expected: str) -> None:

@@ -109,7 +109,7 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
 
 
 BROKEN = {
-    "lost": (None, "No module named 'lost'.*; put lost.py beside the campaign file, or its directory on PYTHONPATH"),
+    "lost": (None, "No module named 'lost'.*; put lost.py next to the campaign file, or its directory on PYTHONPATH"),
     "lacking": ("import no_such_module\n", r"No module named 'no_such_module'.* at .*lacking\.py:1$"),
     "other": ("class Other: pass\n", r"/other\.py has no MyAgent$"),
     "syntax": ("def broken(:\n", "SyntaxError"),
@@ -209,5 +209,5 @@ def test_code_is_kept_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     kept = {str(p.relative_to(tmp_path / "run" / "code")) for p in (tmp_path / "run").rglob("*") if p.is_file()}
     assert kept == {"pkg/__init__.py", "pkg/deep/er/prompt.txt", "single.py"}
     monkeypatch.setattr(code, "MAX_FILES", 2)
-    with pytest.raises(ConfigError, match=r"more than 2 files .* package of its own"):
+    with pytest.raises(ConfigError, match=r"more than 2 files .* separate module or package"):
         code.keep(["pkg", "single.py"], tmp_path / "from", tmp_path / "run" / "code")

@@ -55,9 +55,9 @@ def test_a_dotted_name_makes_the_users_own_with_its_args() -> None:
         ("os.path:Missing", {}, "has no Missing"),
         ("pathlib:Path", {}, "has no 'async def run"),
         ("mini-swe-agent", {"colour": 1}, "unexpected keyword argument 'colour'.*command_timeout_s"),
-        ("command", {}, "one of command .* and preset"),
+        ("command", {}, "either command .* or preset"),
         ("command", {"command": ""}, "must be shell text"),
-        ("replay", {}, "needs one of messages_file and commands"),
+        ("replay", {}, "expected either messages_file or commands"),
     ],
 )
 def test_mistakes_are_named(name: str, args: dict, message: str) -> None:

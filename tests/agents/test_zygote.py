@@ -86,8 +86,8 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
         for number, (what, said) in enumerate(
             [
                 ("crash", "ended by SIGSEGV"),
-                ("leave", "exit code 3 before it had a result"),
-                ("exit", "exit code 3 before it had a result"),
+                ("leave", "exit code 3 before it returned a result"),
+                ("exit", "exit code 3 before it returned a result"),
                 ("raise", r"KeyError\('no such thing'\) at .*odd_agent"),
             ]
         ):
@@ -105,15 +105,15 @@ async def test_what_agents_print_bears_their_names_and_is_bounded(
         await asyncio.gather(*works)
         said = ""
         async with asyncio.timeout(30):
-            while said.count("no more is shown") < 2:
+            while said.count("the rest is not shown") < 2:
                 said += capsys.readouterr().err
                 await asyncio.sleep(0.02)
     for name in ("t/p/0: ", "t/p/1: "):
         lines = [line.removeprefix(name) for line in said.splitlines() if line.startswith(name)]
         assert lines[:2] == ["half a line, and \\x1b[2J the rest \\udcff", "its child"]
-        assert lines[-1] == f"(it prints more than {prints.MOST} bytes; no more is shown)"
-        assert {len(line) for line in lines[2:-2]} == {prints.LINE}
-        assert sum(map(len, lines)) < prints.MOST + 200
+        assert lines[-1] == f"(it printed more than {prints.MAX_SHOWN_BYTES} bytes; the rest is not shown)"
+        assert {len(line) for line in lines[2:-2]} == {prints.MAX_LINE_BYTES}
+        assert sum(map(len, lines)) < prints.MAX_SHOWN_BYTES + 200
     assert "beyond" not in said
 
 

@@ -14,7 +14,7 @@ from tests.support.harbor_tasks import write_solved_task
 GOOD = "name: small\ntasks: tasks/*\nagent: [oracle, nop]\nenvironment: {network: none, images: {base: image}}\n"
 EMPTY = "c.yaml: is empty; megaflow-hpc init writes a campaign file to begin with"
 KEYS = "expected keys such as tasks: and agent:"
-NO_TASKS = "no Harbor task directory (one with task.toml) there; correct the path"
+NO_TASKS = "contains no Harbor task directory (with task.toml); correct the path"
 
 FILES: dict[str, tuple[str | bytes, str]] = {
     "an empty file": ("", EMPTY),

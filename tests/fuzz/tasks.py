@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.tasks.formats import TASK_ID, format_of
+from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.rewards import LARGEST, read_rewards
+from megaflow_hpc.tasks.harbor.rewards import read_rewards
 from megaflow_hpc.tasks.harbor.steps import steps_of
 from megaflow_hpc.tasks.swebench.instances import read_instances
 from megaflow_hpc.tasks.swebench.lines import load, read_tasks
@@ -145,7 +145,7 @@ def rewards(data: bytes) -> None:
             with contextlib.suppress(ValueError):
                 found = read_rewards(folder)
                 assert found
-                assert all(abs(value) <= LARGEST and name.isprintable() for name, value in found.items())
+                assert all(abs(value) <= MAX_REWARD and name.isprintable() for name, value in found.items())
             (folder / name).unlink()
 
 

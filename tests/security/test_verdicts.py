@@ -172,7 +172,7 @@ def test_what_a_step_leaves_keeps_no_later_step_from_its_verdict(
     for name in IN_THE_WAY:
         status, kind, reward, error = told[name]
         assert (status, reward) == ("completed", 0.0 if kind else 0.5), told[name]
-        assert "cannot be set up in what the steps before have left" in error or not kind, told[name]
+        assert "cannot be set up on the files of the earlier steps" in error or not kind, told[name]
     assert told["a directory"][1] == "agent"
 
 
@@ -234,7 +234,7 @@ def test_a_false_git_finds_no_way_to_the_host(in_sandbox: Callable[..., Any], tm
         git = "git -c user.name=a -c user.email=b"
         await sandbox.exec(f"mkdir /app && cd /app && git init -q && {git} commit -q --allow-empty -m one")
         assert await checkout.remember(sandbox, "/app") is not None
-        false = f"#!/bin/sh\ntest -e /app/.git || {{ mv /app /gone; ln -s {victim} /app; }}; exit {checkout.GONE}\n"
+        false = f"#!/bin/sh\ntest -e /app/.git || {{ mv /app /gone; ln -s {victim} /app; }}; exit {checkout.EXIT_NO_COMMIT}\n"
         (tmp_path / "git").write_text(false)
         (tmp_path / "git").chmod(0o755)
         await sandbox.upload(str(tmp_path / "git"), "/new")

@@ -255,7 +255,7 @@ def test_honest_work_counts_in_a_fresh_layer_too(judge: Judge) -> None:
 def test_a_task_without_a_work_directory_cannot_be_judged_fresh(tmp_path: Path) -> None:
     task = read_harbor_task(write_task(tmp_path, toml='[environment]\ndocker_image = "base"\n'))
     with pytest.raises(
-        ConfigError, match="task one: verification 'fresh' keeps the work directory, and the task has no"
+        ConfigError, match="task one: verification 'fresh' keeps only the work directory, but the task has none"
     ):
         check_fresh(task)
 

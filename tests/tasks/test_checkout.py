@@ -163,7 +163,7 @@ def test_a_patch_is_utf8_and_gives_every_byte_whatever_is_in_the_files(
     image: str, scratch: Path, tmp_path: Path, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if many:
-        monkeypatch.setattr(checkout, "_PATHS_BYTES", 10)
+        monkeypatch.setattr(checkout, "_MAX_PATHS_BYTES", 10)
 
     async def use(sandbox: ApptainerSandbox) -> tuple[checkout.Patch | None, bytes, bytes]:
         assert (await sandbox.exec(f"cd /repo; {HANDED} {COMMIT}")).exit_code == 0
@@ -197,7 +197,7 @@ def test_the_files_of_a_repository_within_the_checkout_are_not_in_the_patch_and_
         return await checkout.difference(sandbox, "/repo")
 
     patch = work(image, scratch, use)
-    assert patch.error == "'sub': a repository of its own; the patch names its commit and holds none of its files"
+    assert patch.error == "'sub': a separate repository; the patch names its commit and contains none of its files"
     assert b"+Subproject commit" in patch.data
 
 
@@ -220,7 +220,7 @@ def test_a_patch_makes_the_agents_sandbox_again_of_a_fresh_one(image: str, scrat
         assert await checkout.difference(sandbox, "/repo") == patch
         assert "error: " in await checkout.apply(sandbox, patch.data), "there is no applying it twice"
         await checkout.remember(sandbox, "/tmp")
-        assert await checkout.apply(sandbox, patch.data) == "there is no checkout in the sandbox"
+        assert await checkout.apply(sandbox, patch.data) == "the sandbox has no checkout"
 
     work(image, scratch, use)
 
@@ -228,7 +228,7 @@ def test_a_patch_makes_the_agents_sandbox_again_of_a_fresh_one(image: str, scrat
 def test_what_cannot_be_said_is_an_error_and_half_a_patch_is_none(
     image: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkout, "LIMIT", 1 << 20)
+    monkeypatch.setattr(checkout, "MAX_PATCH_BYTES", 1 << 20)
 
     async def use(sandbox: ApptainerSandbox) -> list[checkout.Patch | None]:
         assert await checkout.remember(sandbox, "/repo")
@@ -242,7 +242,7 @@ def test_what_cannot_be_said_is_an_error_and_half_a_patch_is_none(
     large, gone, none = work(image, scratch, use)
     assert (large.data, large.error) == (b"", "the patch of /repo is larger than 1 MiB")
     assert gone.data == b""
-    assert "it stood at is nowhere any more" in gone.error
+    assert "is missing" in gone.error
     assert none is None
 
 

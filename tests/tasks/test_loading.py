@@ -58,7 +58,7 @@ def test_a_variable_of_the_users_goes_to_no_sandbox_in_which_an_agent_runs(
     monkeypatch.setenv("TOKEN_OF_TEST", "t1")
     monkeypatch.setenv("MEGAFLOW_TASK_ENV", "TOKEN_OF_TEST")
     toml = f'[environment]\ndocker_image = "i"\n[{section}.env]\nA = "${{TOKEN_OF_TEST:-none}}"\n'
-    with pytest.raises(ConfigError, match=rf"task\.toml:4: \[{section}\.env\] A .*separate.* take TOKEN_OF_TEST out"):
+    with pytest.raises(ConfigError, match=rf"task\.toml:4: \[{section}\.env\] A .*separate.* remove TOKEN_OF_TEST"):
         read_harbor_task(write_task(tmp_path, toml=toml))
     monkeypatch.setenv("MEGAFLOW_TASK_ENV", "")
     read_harbor_task(write_task(tmp_path, "other", toml))
@@ -103,7 +103,7 @@ def test_tasks_with_equal_dockerfiles_share_an_image_and_others_do_not(tmp_path:
         (('workdir = "/app"', 'workdir = "app"'), r"task\.toml:11: .*workdir = 'app': expected an absolute path"),
         (
             ('"strict"', '"${HOME}"'),
-            r"task\.toml:8: .*expected no variable of yours.* \"separate\", or give a default in the task",
+            r"task\.toml:8: .*expected none of your variables.* \"separate\", or give a default in the task",
         ),
         (("cpus = 2", "gpus = 1"), r"task\.toml:12: .*gpus = 1: expected none"),
         (("allow_internet = false", 'network_mode = "some"'), r"task\.toml:15: .*network_mode = 'some'"),
@@ -150,7 +150,7 @@ def test_a_task_cannot_do_without_a_file_that_its_harborignore_leaves_out(tmp_pa
     task = write_task(tmp_path)
     (task / "tests" / ".harborignore").write_text("*.sh\n")
     with pytest.raises(
-        ConfigError, match=r"one/tests/test\.sh: needed, but left out by a \.harborignore; .*'!test\.sh'"
+        ConfigError, match=r"one/tests/test\.sh: needed, but excluded by a \.harborignore; .*'!test\.sh'"
     ):
         read_harbor_task(task)
     (task / "tests" / ".harborignore").write_text("*.sh\n!test.sh\n")
@@ -176,7 +176,7 @@ def test_sources_are_globbed_filtered_and_limited(tmp_path: Path) -> None:
 def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Path) -> None:
     write_task(tmp_path / "x", "same")
     write_task(tmp_path / "y", "same")
-    with pytest.raises(ConfigError, match=r"same is there twice: .*/x/same and .*/y/same"):
+    with pytest.raises(ConfigError, match=r"same is used twice: .*/x/same and .*/y/same"):
         load_tasks(["x/*", "y/*"], tmp_path)
     (tmp_path / "old" / "t").mkdir(parents=True)
     (tmp_path / "old" / "t" / "task.yaml").write_text("instruction: x\n")
@@ -185,7 +185,7 @@ def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Pat
     for source, said in (("z/*", "no Harbor task directory"), ("x", r"write x/\*"), ("t.jsonl", "t.jsonl")):
         with pytest.raises(ConfigError, match=said):
             load_tasks([source], tmp_path)
-    with pytest.raises(ConfigError, match=r"none is left by include \['nope'\]"):
+    with pytest.raises(ConfigError, match=r"include \['nope'\] and exclude \[\] leave none"):
         load_tasks([{"path": "x/*", "include": ["nope"]}], tmp_path)
 
 

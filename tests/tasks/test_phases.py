@@ -119,7 +119,7 @@ def test_files_of_a_task_that_lead_out_of_it_are_refused(tmp_path: Path) -> None
             (task / "tests").rmdir()
         (task / name).unlink(missing_ok=True)
         (task / name).symlink_to(tmp_path if name != "instruction.md" else tmp_path / "secret")
-        with pytest.raises(ConfigError, match=rf"{name}(/Dockerfile)?: leads out of the task"):
+        with pytest.raises(ConfigError, match=rf"{name}(/Dockerfile)?: is a link out of the task"):
             read_harbor_task(task)
 
 
@@ -210,7 +210,7 @@ def test_artifacts_are_bounded_and_never_links(rootfs: str, scratch: Path, tmp_p
 def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
     rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaflow_hpc.tasks.harbor.artifacts.DOWNLOAD_S", 1.0)
+    monkeypatch.setattr("megaflow_hpc.tasks.harbor.artifacts.DOWNLOAD_TIMEOUT_S", 1.0)
     files = {
         "task.toml": '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
         "instruction.md": "x",
@@ -220,7 +220,7 @@ def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(
     agent = "touch /logs/artifacts/a; printf '#!/bin/sh\\nsleep 1000\\n' > /t; chmod 755 /t; mv /t /usr/bin/tar"
     verdict = verdict_of(task, agent, {"base": rootfs}, scratch)
     assert (verdict.reward, verdict.error) == (0.0, "")
-    assert b"not read within 1 s" in verdict.artifacts[0].data
+    assert b"reading the artifacts took longer than 1 s" in verdict.artifacts[0].data
 
 
 def test_the_verifier_has_its_own_user_and_network(rootfs: str, scratch: Path, tmp_path: Path) -> None:

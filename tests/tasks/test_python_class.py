@@ -200,8 +200,8 @@ def test_verification_fresh_leaves_a_score_nothing_of_the_agents_but_its_work_di
         ("Stuck", r"{file}:6\d: score of task Stuck ran longer than its 1 s"),
         ("Leaving", r"{file}:6\d: score of task Leaving raised SystemExit\(3\)"),
         ("LeavingThread", r"{file}:7\d: score of task LeavingThread raised SystemExit\(3\)"),
-        ("Wrong", r"{file}:5\d: score of task Wrong gave 'good'; expected a finite number"),
-        ("Large", r"{file}:8\d: score of task Large gave .* expected a finite number"),
+        ("Wrong", r"{file}:5\d: score of task Wrong returned 'good'; expected a finite number"),
+        ("Large", r"{file}:8\d: score of task Large returned .* expected a finite number"),
         ("Fetching", r"/app/answer: nothing to download"),
     ],
 )

@@ -116,7 +116,7 @@ def test_an_id_given_twice_is_refused(bug_file: Callable[..., Path]) -> None:
 
 def test_an_unknown_id_names_the_known_ones(bug_file: Callable[..., Path]) -> None:
     content, _ = read_bugs(bug_file())
-    with pytest.raises(ConfigError, match=r"no such bug; there are: xmltodict-whitespace"):
+    with pytest.raises(ConfigError, match=r"no such bug; expected one of xmltodict-whitespace"):
         select(content.bugs, ["another"])
 
 
@@ -199,7 +199,7 @@ def test_pytest_is_asked_once_for_each_test() -> None:
         ({"t.py::old": "passed"}, "t.py::new: not run"),
         ({"t.py::new": "skipped", "t.py::old": "passed"}, "t.py::new: skipped"),
         ({"t.py::new": "passed", "t.py::old": "error"}, "t.py::old: error"),
-        ({"t.py::new": "passed", "t.py::old": "skipped"}, "t.py: no test of it passed"),
+        ({"t.py::new": "passed", "t.py::old": "skipped"}, "t.py: none of its tests passed"),
         ({}, "t.py::new: not run"),
     ],
 )
@@ -332,7 +332,7 @@ def test_a_release_that_does_not_exist_is_named_with_its_line(
         tasks.build_tasks(content, content.bugs, tmp_path / "tasks", release_cache, where, quiet)
     assert str(caught.value) == (
         f"{path}:3: xmltodict==0.14.999 has no source distribution in pip's index; "
-        "see the releases there are with: pip index versions xmltodict"
+        "list the available releases with: pip index versions xmltodict"
     )
 
 

@@ -100,14 +100,14 @@ def test_multi_swe_bench_names_tests_by_their_outcomes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ("{not json", r"x\.jsonl:3: not JSON .*; expected one JSON object a line"),
-        ("[1]", r"x\.jsonl:3: holds list; expected a JSON object"),
+        ("{not json", r"x\.jsonl:3: not JSON .*; expected one JSON object per line"),
+        ("[1]", r"x\.jsonl:3: contains list; expected a JSON object"),
         ({**PLAIN, "repo": ""}, r"x\.jsonl:3: repo '': expected a text that is not empty"),
         ({**PLAIN, "FAIL_TO_PASS": "[oops"}, r"x\.jsonl:3: FAIL_TO_PASS '\[oops': expected a list of test names"),
         ({**PLAIN, "FAIL_TO_PASS": []}, r"x\.jsonl:3: FAIL_TO_PASS \[\]: expected at least one test"),
         ({**PLAIN, "patch": ["p"]}, r"x\.jsonl:3: patch \['p'\]: expected a text"),
         ({**PLAIN, "workdir": "repo"}, r"x\.jsonl:3: workdir 'repo': expected an absolute path"),
-        (PLAIN, r"x\.jsonl:3: instance_id 'org__lib-1' is there twice, also on line 1"),
+        (PLAIN, r"x\.jsonl:3: instance_id 'org__lib-1' is also on line 1"),
     ],
 )
 def test_a_broken_line_is_named_by_number_field_and_value(tmp_path: Path, second: Any, said: str) -> None:
@@ -145,7 +145,7 @@ def test_a_file_that_changed_after_the_plan_is_noticed(tmp_path: Path) -> None:
     (task,) = load_tasks(["x.jsonl"], tmp_path)
     assert load(task) == only(path)
     path.write_text(path.read_text().replace("test_old", "test_OLD"))
-    with pytest.raises(SandboxError, match=r"x\.jsonl was changed since this was planned"):
+    with pytest.raises(SandboxError, match=r"x\.jsonl has changed since planning"):
         load(task)
 
 

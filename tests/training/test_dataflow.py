@@ -534,7 +534,7 @@ def test_a_trainer_that_was_thought_dead_ends_when_it_wakes_up(tmp_path: Path) -
     until(lambda: len(files.numbers(Commit)) >= 4)
     os.kill(frozen.pid, signal.SIGCONT)
     until(lambda: not frozen.is_alive() and not successor.is_alive())
-    assert "goes on with it; this one ends" in results.get(timeout=10)
+    assert "has taken over; this one ends" in results.get(timeout=10)
     _check_all(run, 6, others.get(timeout=10))
 
 

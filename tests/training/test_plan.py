@@ -66,7 +66,7 @@ def test_an_earlier_trainer_that_lives_on_commits_no_more(files: TrainingFiles) 
     files.commit(Commit(step=1, trainer=first))
     second = files.enter(Trainer(node="b", pid=8))
     assert (first, second) == (1, 2)
-    with pytest.raises(LedgerError, match=r"start 2 of the trainer \(process 8 on b\) goes on with it; this one ends"):
+    with pytest.raises(LedgerError, match=r"start 2 of the trainer \(process 8 on b\) has taken over; this one ends"):
         files.commit(Commit(step=2, trainer=first))
     files.commit(Commit(step=2, trainer=second))
     assert (found := files.committed()) is not None

@@ -16,7 +16,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.training import dataflow, pod_watch
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.pod_watch import ASK, GIVE_UP_S, LOOK_S, PodWatch
+from megaflow_hpc.training.pod_watch import ASK_VARIABLE, GIVE_UP_S, POLL_INTERVAL_S, PodWatch
 from tests.support.hash_trainer import START, step_through
 from tests.support.training import Pods, training_run
 
@@ -44,7 +44,7 @@ def test_nothing_is_said_of_a_pod_that_renews_its_lease(run: RunDir) -> None:
     watch.begin()
     for _ in range(30):
         assert watch.look() == ""
-        clock.now += 2 * LOOK_S
+        clock.now += 2 * POLL_INTERVAL_S
         pod.renew(force=True)
     assert asked == [0], "the site is not asked while a pod lives"
 
@@ -59,7 +59,7 @@ def test_pods_that_are_gone_are_told_of_and_after_a_while_nobody_is_waited_for(r
         said = ""
         end = clock.now + seconds
         while clock.now < end:
-            clock.now += LOOK_S
+            clock.now += POLL_INTERVAL_S
             said = watch.look()
         return said
 
@@ -67,40 +67,40 @@ def test_pods_that_are_gone_are_told_of_and_after_a_while_nobody_is_waited_for(r
     assert later(TIMES.lease_s) == ""
     assert later(10 * GIVE_UP_S) == pod_watch.QUEUED
     queued.append(0)
-    assert f"megaflow-hpc resume {run}; this trainer ends in 15 min" in later(LOOK_S)
+    assert f"megaflow-hpc resume {run}; this trainer ends in 15 min" in later(POLL_INTERVAL_S)
     assert "ends in 5 min" in later(GIVE_UP_S - 300)
     queued.append(2)  # as resume does
-    assert later(LOOK_S) == pod_watch.QUEUED
+    assert later(POLL_INTERVAL_S) == pod_watch.QUEUED
     queued.append(0)
-    with pytest.raises(StarvedError, match=r"for 15 minutes no pod was there and none was queued.*resume"):
-        later(GIVE_UP_S + 2 * LOOK_S)
+    with pytest.raises(StarvedError, match=r"for 15 minutes no pod ran and none was queued.*resume"):
+        later(GIVE_UP_S + 2 * POLL_INTERVAL_S)
 
 
 @pytest.mark.parametrize(("prints", "found"), [("print(3)", 3), ("print(0)", 0), ("exit(1)", None)])
 def test_the_site_is_asked_by_the_command_of_the_batch_script(
     monkeypatch: pytest.MonkeyPatch, prints: str, found: int | None
 ) -> None:
-    monkeypatch.setenv(ASK, shlex.join([sys.executable, "-c", prints]))
+    monkeypatch.setenv(ASK_VARIABLE, shlex.join([sys.executable, "-c", prints]))
     assert pod_watch.ask_site() == found
 
 
 def test_where_nobody_says_how_to_ask_nobody_can_tell(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ASK, raising=False)
+    monkeypatch.delenv(ASK_VARIABLE, raising=False)
     clock = Clock()
     watch = PodWatch(run, clock=clock)
     watch.begin()
     for _ in range(200):
-        clock.now += LOOK_S
+        clock.now += POLL_INTERVAL_S
         said = watch.look()
-    assert said == "no pod is there, and nobody can tell how many are queued"
+    assert said == "no pod runs, and the number of queued pods is unknown"
 
 
 def test_a_starved_training_stays_open_and_goes_on_once_there_are_pods(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ASK, "echo 0")
+    monkeypatch.setenv(ASK_VARIABLE, "echo 0")
     monkeypatch.setattr(dataflow, "SAY_INTERVAL_S", 0.0)
-    monkeypatch.setattr(pod_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(pod_watch, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(pod_watch, "GIVE_UP_S", 0.5)
     monkeypatch.setattr(pod_watch, "TIMES", type(TIMES)(lease_s=0.5))
     pods, said = Pods(run, lambda rollout: float(rollout.sample_index)), list[str]()
@@ -109,7 +109,7 @@ def test_a_starved_training_stays_open_and_goes_on_once_there_are_pods(
     with pytest.raises(StarvedError):
         next(flow.steps())
     flow.leave()
-    assert any("step 1 waits for rollouts" in line and "no pod is there and none is queued" in line for line in said)
+    assert any("step 1 waits for rollouts" in line and "no pod runs and none is queued" in line for line in said)
     assert Marks(run).open == ["default"]
     pods.work()
     again = Dataflow(run, say=said.append)

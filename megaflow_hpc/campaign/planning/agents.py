@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.probe import Made, probe
+from megaflow_hpc.agents.probe import ProbeResult, probe
 from megaflow_hpc.agents.registry import WITHOUT_MODEL
 from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.campaign.planning.model_paths import Where
@@ -49,10 +49,10 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
     return tuple(code)
 
 
-def _check(policy: Policy, made: Made | None, network: str) -> None:
+def _check(policy: Policy, made: ProbeResult | None, network: str) -> None:
     name = policy.agent.name
     if made is None:
-        made = Made(in_sandbox=bool(getattr(create(policy.agent), "in_sandbox", False)))
+        made = ProbeResult(in_sandbox=bool(getattr(create(policy.agent), "in_sandbox", False)))
     if made.error:
         raise ConfigError(made.error)
     if policy.model and network == "none" and made.in_sandbox:

@@ -1,5 +1,7 @@
-"""Harbor task directories (schema up to 1.4). ``reader`` turns a directory into a task, whose particulars are typed
-in ``data`` and travel as ``task.metadata["harbor"]``; ``verifier`` judges what an agent left, where it cannot have
-tampered, with ``artifacts`` and ``rewards``; ``steps``, ``healthcheck`` and ``solution`` do what a rollout needs
-beside that. ``format`` is the door: everybody else goes through :mod:`megaflow_hpc.tasks.formats`.
+"""Harbor task directories (schema up to 1.4).
+
+``reader`` turns a directory into a task. Its Harbor-specific fields are typed in ``data`` and stored in
+``task.metadata["harbor"]``. ``verifier`` judges the agent's result in a place that the agent cannot have tampered with,
+using ``artifacts`` and ``rewards``. ``steps``, ``healthcheck`` and ``solution`` do the rest of a rollout. ``format`` is
+the entry point; other rooms use :mod:`megaflow_hpc.tasks.formats`.
 """

@@ -1,7 +1,7 @@
-"""What a task wants kept of its sandbox: copied out when the agent is done, bounded, carried to a separate verifier.
+"""Collects a task's artifacts after the agent has ended, within limits, and copies them to a separate verifier.
 
-``/logs/artifacts`` is always looked for, as in Harbor; the task's own ``artifacts`` come after it. Collecting is best
-effort: the sandbox is as the agent left it, and a file that is not there is the agent's affair.
+``/logs/artifacts`` is always collected, as in Harbor, followed by the task's own ``artifacts``. Collecting is best
+effort: the agent may have left the sandbox in any state, and may not have written a file.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from megaflow_hpc.types import Artifact, Task
 
 PUBLISHED = "/logs/artifacts"
 COLLECT_S = 120.0
-DOWNLOAD_S = 240.0
-"""For all artifacts of a task: the programs that read them are the agent's by now."""
+DOWNLOAD_TIMEOUT_S = 240.0
+"""Timeout in seconds for all artifacts of a task. The agent may have replaced the programs that read them."""
 
 CARRIED_SHARE = 0.9
-"""Of a separate verifier's ``disk_mb``: what an agent left must not be all that the tests may write."""
+"""Share of a separate verifier's ``disk_mb`` that artifacts may fill, so that the tests can still write."""
 
 MAX_FILE = 1 << 20
 MAX_BYTES = 8 << 20
 MAX_FILES = 200
-"""What a trajectory keeps; what is carried to a verifier is bounded by what one download of the sandbox may be."""
+"""Maximum number of files in a trajectory. The limit of a sandbox download bounds what a verifier gets."""
 
 
 @dataclass
 class Collected:
-    """One artifact on the host. ``path`` is ``None`` where there is none."""
+    """One artifact on the host. ``path`` is ``None`` if it is missing."""
 
     source: str
     """Absolute path in the sandbox."""
     name: str
-    """Where it is kept: the task's ``destination``, else the source."""
+    """Name in the trajectory: the task's ``destination``, or the source."""
     path: Path | None = None
     error: str = ""
 
 
 def entries_of(task: Task) -> list[DeclaredArtifact]:
-    """Everything to collect, sources absolute."""
+    """Returns the declared artifacts of a task, with absolute sources."""
     declared = [
         DeclaredArtifact(
             os.path.normpath(os.path.join(task.workdir or "/", entry.source)), entry.destination, entry.exclude
@@ -61,9 +61,9 @@ def entries_of(task: Task) -> list[DeclaredArtifact]:
 
 
 async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Runs the task's ``[[verifier.collect]]`` commands, which write what is to be collected; failures are ignored.
+    """Runs the task's ``[[verifier.collect]]`` commands, which write artifacts; failures are ignored.
 
-    Each runs as its own user, if it names one, else as the agent did.
+    Each runs as its own user if it names one, and otherwise as the agent's user.
     """
     before = sandbox.spec
     for hook in HarborData.of(task).verifier.collect:
@@ -76,17 +76,17 @@ async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
 
 
 async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[Collected]:
-    """Copies the task's artifacts into ``folder``, which must not exist. What goes wrong with one is its error.
+    """Copies the task's artifacts into ``folder``, which must not exist. A failure is stored as the artifact's error.
 
     Raises:
-        SandboxError: the sandbox was lost, or has used up what it may.
+        SandboxError: the sandbox was lost, or has used up a limit.
     """
     entries = entries_of(task)
     lacking = [await sandbox.lacks(entry.source) for entry in entries]
     budget = sandbox.download_budget()
-    deadline = asyncio.get_running_loop().time() + DOWNLOAD_S
+    deadline = asyncio.get_running_loop().time() + DOWNLOAD_TIMEOUT_S
     sources = [entry.source for entry in entries]
-    # A directory that is empty counts as missing: /logs/artifacts is made for every task.
+    # An empty directory counts as missing, because /logs/artifacts is created for every task.
     test = (
         'for p in "$@"; do if [ -d "$p" ]; then set -- "$p"/*; [ -e "$1" ]; else [ -e "$p" ]; fi && echo 1 || echo 0; '
         "done"
@@ -112,19 +112,19 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
             await asyncio.to_thread(_leave_out, target, entry.exclude)
             kept.path = target
         except TimeoutError:
-            kept.error = f"the artifacts were not read within {DOWNLOAD_S:g} s"
-        except Exception as error:  # whatever the agent's programs sent is no reason to go without a verdict
+            kept.error = f"reading the artifacts took longer than {DOWNLOAD_TIMEOUT_S:g} s"
+        except Exception as error:  # a broken transfer from the agent's programs must not prevent a verdict
             kept.error = str(error) or repr(error)
         found.append(kept)
     return found
 
 
 async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> list[str]:
-    """Puts artifacts into another sandbox, each where it was in the first.
+    """Copies artifacts into another sandbox, to the paths that they had in the first.
 
     Returns:
-        Why some are not there: what an agent left may be too large for that sandbox, and it is judged without. If the
-        sandbox itself was lost, whoever uses it next learns that.
+        Reasons why some are missing. Artifacts that are too large for that sandbox are left out. A lost sandbox is not
+        reported here, because its next use fails.
     """
     problems: list[str] = []
     left = math.inf if sandbox.spec.disk_mb is None else sandbox.spec.disk_mb * 1e6 * CARRIED_SHARE
@@ -144,12 +144,12 @@ async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> li
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk of a file or a tree; at least a block for each entry."""
+    """Returns the bytes on disk of a file or a tree; at least a block for each entry."""
     return sum(max(4096, os.lstat(file).st_blocks * 512) for file in (path, *path.rglob("*")))
 
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
-    """A trajectory's artifacts, with ``artifacts/manifest.json`` that says what was left out and why."""
+    """Returns the artifacts of a trajectory. ``artifacts/manifest.json`` lists what was left out and why."""
     found: list[Artifact] = []
     manifest: list[dict[str, Any]] = []
     left = MAX_BYTES
@@ -177,7 +177,7 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
 
 
 def _files(path: Path | None) -> list[Path]:
-    """The regular files below ``path``, or itself; links are not followed."""
+    """Returns the regular files below ``path``, or ``path`` itself; links are not followed."""
     if path is None or path.is_symlink():
         return []
     if not path.is_dir():

@@ -1,6 +1,6 @@
-"""What a Harbor task says beyond what every task has, typed; as a plain mapping it is ``task.metadata["harbor"]``.
+"""The fields that only Harbor tasks have, typed; stored as a plain mapping in ``task.metadata["harbor"]``.
 
-The mapping is what block files and messages carry, so a field keeps its name and meaning once a release has written it.
+Block files and messages carry the mapping. So a released field must keep its name and meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEY = "harbor"
 
 
 class Healthcheck(Struct, frozen=True, omit_defaults=True):
-    """``[environment.healthcheck]``, as Docker's HEALTHCHECK; times in seconds. Without a command there is none."""
+    """``[environment.healthcheck]``, like Docker's HEALTHCHECK; times in seconds. An empty command disables it."""
 
     command: str = ""
     retries: int = 3
@@ -29,7 +29,7 @@ class Healthcheck(Struct, frozen=True, omit_defaults=True):
 
 
 class CollectHook(Struct, frozen=True, omit_defaults=True):
-    """``[[verifier.collect]]``: a command that writes what is to be collected, as ``user`` or as the agent did."""
+    """``[[verifier.collect]]``: a command that writes artifacts, as ``user`` or as the agent's user."""
 
     command: str
     timeout_s: float = 60.0
@@ -37,7 +37,7 @@ class CollectHook(Struct, frozen=True, omit_defaults=True):
 
 
 class DeclaredArtifact(Struct, frozen=True, omit_defaults=True):
-    """An entry of ``artifacts``: what to keep, under which name, without what ``exclude`` matches."""
+    """An entry of ``artifacts``: a path to keep, its name, and patterns to exclude."""
 
     source: str
     destination: str | None = None
@@ -45,24 +45,25 @@ class DeclaredArtifact(Struct, frozen=True, omit_defaults=True):
 
 
 class VerifierRules(Struct, frozen=True, omit_defaults=True):
-    """``[verifier]``, a step's over the task's."""
+    """``[verifier]``; a step's values override the task's."""
 
     timeout_s: float = 600.0
     user: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     network: str | None = None
-    """``""`` leaves it to the campaign, even where the agent has no network; ``None``: as the agent's."""
+    """``""`` uses the campaign's network, even if the agent has none; ``None`` uses the agent's network."""
     collect: list[CollectHook] = field(default_factory=list)
     environment: dict[str, Any] | None = None
-    """A separate verifier's environment, as :meth:`Task.to_dict` of a task of which only the environment counts."""
+    """A separate verifier's environment, as :meth:`Task.to_dict` of a task. Only the environment of that task is used.
+    A separate verifier's environment, as :meth:`Task.to_dict` of a task. Only the environment of that task is used."""
     bundled: bool = False
-    """The tests are in the separate verifier's image."""
+    """True if the separate verifier's image contains the tests."""
     secrets: list[str] = field(default_factory=list)
     """Values of the user's variables that the verifier gets. They are masked in stored results."""
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):
-    """How a task, or one of its steps, ends: directories of tests and of the solution, artifacts, verifier."""
+    """Verification of a task or of a step: directories of tests and solution, artifacts, verifier."""
 
     tests: list[str] = field(default_factory=list)
     solution: str = ""
@@ -71,52 +72,52 @@ class Judging(Struct, frozen=True, omit_defaults=True):
     verifier: VerifierRules = VerifierRules()
 
     def verifier_environment(self, task_id: str) -> Task | None:
-        """A separate verifier's environment as a task; ``None`` where the tests run in the agent's sandbox."""
+        """Returns a separate verifier's environment as a task; ``None`` if the tests run in the agent's sandbox."""
         environment = self.verifier.environment
         return replace(Task.from_dict(environment), id=task_id) if environment else None
 
 
 def fields_of(judging: Judging) -> dict[str, Any]:
-    """The fields of :class:`Judging`, for a subclass that has them too."""
+    """Returns the fields of :class:`Judging`, for a subclass that has them too."""
     return {name: getattr(judging, name) for name in Judging.__struct_fields__}
 
 
 class HarborStep(Judging, frozen=True, omit_defaults=True, kw_only=True):
-    """One of ``[[steps]]``. What is ``None`` or empty is the task's."""
+    """An entry of ``[[steps]]``. A field that is ``None`` or empty uses the task's value."""
 
     name: str
     instruction: str
     agent_timeout_s: float | None = None
     user: str | None = None
     min_reward: dict[str, float] = field(default_factory=dict)
-    """Least value by name of the reward, for the next step to begin."""
+    """Reward name → smallest value with which the next step may begin."""
     healthcheck: Healthcheck = Healthcheck()
     workdir: str | None = None
     """Directory on the host that is copied into the work directory."""
 
 
 class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
-    """All of it, of a task or (with ``step``) of a step as a task of its own."""
+    """All Harbor fields of a task, or (with ``step``) of a step that is a task."""
 
     dockerfile: str = ""
-    """To be built; empty where the image is used as it is."""
+    """Dockerfile to build; empty if the image is used as it is."""
     base: str = field(default="", name="from")
-    """Image that the Dockerfile ends on."""
+    """Image of the Dockerfile's last FROM."""
     build_timeout_s: float | None = None
     upload_environment: bool = False
-    """Whether ``environment/`` is copied into the work directory."""
+    """True if ``environment/`` is copied into the work directory."""
     healthcheck: Healthcheck = Healthcheck()
     steps: list[HarborStep] = field(default_factory=list)
     reward_strategy: str = "mean"
-    """``mean`` of the steps, or ``final``: the last step's."""
+    """``mean`` of the steps, or ``final`` for the last step's."""
     step: HarborStep | None = None
 
     @classmethod
     def of(cls, task: Task) -> Self:
-        """What a task carries.
+        """Returns the Harbor fields of a task.
 
         Raises:
-            ConfigError: it is not what this version knows.
+            ConfigError: the fields are invalid for this version.
         """
         try:
             return msgspec.convert(task.metadata.get(KEY, {}), cls)
@@ -124,5 +125,5 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
             raise ConfigError(f"task {task.id}: metadata.{KEY}: {error}; plan the campaign again") from None
 
     def put(self, task: Task) -> Task:
-        """The task with these data instead of its own."""
+        """Returns the task with these fields in the place of its own."""
         return replace(task, metadata={**task.metadata, KEY: msgspec.to_builtins(self)})

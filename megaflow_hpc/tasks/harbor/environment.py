@@ -1,7 +1,7 @@
-"""The ``[environment]`` of a Harbor task, and the ``[verifier.environment]`` of one that is judged elsewhere.
+"""Reads ``[environment]`` of a Harbor task and ``[verifier.environment]`` of a separate verifier.
 
-Both have the same keys and name an image in the same way: ``docker_image``, or a Dockerfile in their directory. What a
-single container without root cannot be is refused with its line.
+Both have the same keys and name an image in the same way: ``docker_image``, or a Dockerfile in their directory.
+Settings that a single container without root cannot provide are refused with their line.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def read_environment(
 
 
 def read_network(table: TomlTable) -> Network | None:
-    """The network of a task: ``gateway`` where it forbids or restricts the network, so that only its model answers.
+    """Returns the network of a task. It is ``gateway`` if the task forbids or restricts the network, so only its model
+    answers.
 
-    ``None`` leaves a task that does neither to the campaign: compute nodes often have no way out.
+    Otherwise it is ``None``: the campaign decides, because compute nodes often have no internet access.
     """
     mode = table.choice("network_mode", "no-network", "public", "allowlist")
     if mode is None:
@@ -93,18 +94,18 @@ def read_network(table: TomlTable) -> Network | None:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns ``path``. What it leads to is read, or copied into a sandbox.
+    """Returns ``path``, whose target is read or copied into a sandbox.
 
     Raises:
         ConfigError: it leads out of the task.
     """
     if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"{path}: leads out of the task, to {path.resolve()}; copy the file into the task")
+        raise ConfigError(f"{path}: is a link out of the task, to {path.resolve()}; copy the file into the task")
     return path
 
 
 def _refuse(table: TomlTable, directory: Path) -> None:
-    """What no single container without root can be."""
+    """Refuses settings that a single container without root cannot provide."""
     for name in COMPOSE:
         if (directory / name).is_file():
             raise ConfigError(f"{directory / name}: tasks of several services cannot run here; leave this task out")
@@ -115,4 +116,4 @@ def _refuse(table: TomlTable, directory: Path) -> None:
         raise table.error("os", table.data["os"], "linux; leave this task out")
     if table.data.get("mcp_servers"):
         names = [str(server.data.get("name", "?")) for server in table.tables("mcp_servers")]
-        raise table.error("mcp_servers", names, "none: agents are not told of servers yet; leave this task out")
+        raise table.error("mcp_servers", names, "none: MCP servers are not supported; leave this task out")

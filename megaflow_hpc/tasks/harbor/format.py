@@ -77,10 +77,10 @@ FORMAT: TaskFormat = HarborFormat()
 
 
 def find_tasks(source: str, base: Path) -> list[str]:
-    """The task directories that a path or a pattern names.
+    """Returns the task directories that a path or a pattern names.
 
     Raises:
-        ConfigError: there is none, or one of another form.
+        ConfigError: no task matches, or a task has another format.
     """
     pattern = str(base / os.path.expanduser(os.path.expandvars(source)))
     matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
@@ -89,15 +89,15 @@ def find_tasks(source: str, base: Path) -> list[str]:
     for match in matches:
         if os.path.isfile(os.path.join(match, "task.yaml")) and not _is_task(match):
             raise ConfigError(
-                f"{match}/task.yaml: a task in the first form of Terminal-Bench; convert it with: "
+                f"{match}/task.yaml: a task in the first format of Terminal-Bench; convert it with: "
                 f"harbor task migrate -i {match} -o OUTPUT"
             )
     if not directories:
-        raise ConfigError(f"tasks: {pattern}: no Harbor task directory (one with task.toml) there; correct the path")
+        raise ConfigError(f"tasks: {pattern}: contains no Harbor task directory (with task.toml); correct the path")
     if len(directories) == 1 and not _is_task(directories[0]):
         inner = sorted(entry.path for entry in os.scandir(directories[0]) if entry.is_dir() and _is_task(entry.path))
         if inner:
-            raise ConfigError(f"tasks: {source}: not a task, but it holds {len(inner)}; write {source.rstrip('/')}/*")
+            raise ConfigError(f"tasks: {source}: not a task, but contains {len(inner)}; write {source.rstrip('/')}/*")
     return directories
 
 
@@ -106,7 +106,7 @@ def _is_task(directory: str) -> bool:
 
 
 def _image(task: Task) -> ImageRequest:
-    """The image of an environment."""
+    """Returns the image of an environment."""
     data = HarborData.of(task)
     dockerfile = Path(data.dockerfile) if data.dockerfile else None
     request = ImageRequest(task.image, data.base, dockerfile, path=task.path)

@@ -11,11 +11,12 @@ from megaflow_hpc.types import Sandbox
 
 
 async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
-    """Runs the check's command until it succeeds; failures within the start period do not count.
+    """Runs the check's command until it succeeds. Failures within the start period do not count.
 
     Args:
-        who: named in the message.
-        check: without a command nothing is waited for.
+        who: name of the task or step for the message.
+        sandbox: the sandbox to check.
+        check: the check; without a command, returns at once.
 
     Raises:
         SetupError: it failed ``retries`` times.
@@ -32,6 +33,6 @@ async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
         failures += not starting
         if failures >= check.retries:
             raise SetupError(
-                f"task {who}: not healthy: {check.command!r} gave {result.exit_code}: {result.stderr[-300:]}"
+                f"task {who}: not healthy: {check.command!r} ended with {result.exit_code}: {result.stderr[-300:]}"
             )
         await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)

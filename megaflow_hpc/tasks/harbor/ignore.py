@@ -1,8 +1,8 @@
-"""Which of a Harbor task's tests and solution files count: all that no ``.harborignore`` there leaves out.
+"""Selects the tests and solution files of a Harbor task: all files that no ``.harborignore`` excludes.
 
-As in Harbor (0.25): such a file may lie in ``tests/``, ``solution/``, a step's own, and any directory below; its lines
-are those of ``.gitignore``, relative to where it lies, and one further down has the last word. What is left out is
-neither uploaded nor needed; the files themselves never are.
+As in Harbor (0.25), ``tests/``, ``solution/``, those of a step, and all directories below may contain such a file. Its
+lines have the syntax of ``.gitignore``, relative to its directory. The deepest file decides. Excluded files are neither
+uploaded nor required. A ``.harborignore`` itself is always excluded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TaskFiles:
         self._rules: dict[Path, _Rules | None] = {}
 
     def excludes(self, path: Path) -> bool:
-        """Whether ``path``, or what it leads to as a link, is left out.
+        """Returns whether ``path``, or the target of a link, is excluded.
 
         Raises:
-            ConfigError: a ``.harborignore`` that cannot be read, or tried on this path in any decent time.
+            ConfigError: a ``.harborignore`` cannot be read, or matching this path takes too long.
         """
         real = path.resolve()
         return self._left_out(path) or (real.is_relative_to(self.root.resolve()) and self._left_out(real))
@@ -48,14 +48,14 @@ class TaskFiles:
         """Returns ``path``.
 
         Raises:
-            ConfigError: it is left out, and the task cannot do without it.
+            ConfigError: it is excluded, but the task needs it.
         """
         if self.excludes(path):
-            raise ConfigError(f"{path}: needed, but left out by a {NAME}; add the line '!{path.name}' at its end")
+            raise ConfigError(f"{path}: needed, but excluded by a {NAME}; add the line '!{path.name}' at its end")
         return path
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copies what counts of a directory into ``target``, links as links."""
+        """Copies the files of a directory that are not excluded into ``target``, links as links."""
 
         def left_out(directory: str, names: list[str]) -> list[str]:
             return [name for name in names if self.excludes(Path(directory, name))]
@@ -63,7 +63,7 @@ class TaskFiles:
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=left_out)
 
     def any_rules(self, directory: Path) -> bool:
-        """Whether anything of a directory may be left out."""
+        """Returns whether a directory contains a ``.harborignore``."""
         return any(NAME in names for _, _, names in os.walk(directory))
 
     def _left_out(self, path: Path) -> bool:
@@ -86,7 +86,7 @@ class TaskFiles:
         return False
 
     def _last_word(self, above: list[Path], place: Path) -> bool:
-        """What the rules of the directories above say of ``place`` alone."""
+        """Returns whether the rules of the directories above exclude ``place`` itself."""
         for directory in reversed(above):
             rules = self._rules_in(directory)
             if rules is None:
@@ -108,10 +108,10 @@ class TaskFiles:
         if not file.is_file():
             return None
         if not file.resolve().is_relative_to(self.root.resolve()):
-            raise ConfigError(f"{file}: leads out of the task, to {file.resolve()}; copy the file into the task")
+            raise ConfigError(f"{file}: is a link out of the task, to {file.resolve()}; copy the file into the task")
         from pathspec import GitIgnoreSpec
 
-        # Git takes three asterisks for one; as a regular expression each would be tried apart.
+        # Git treats three asterisks as one. A regular expression would try each of them, which is slow.
         lines = [re.sub(r"\*{3,}", "*", line) for line in read_text(file).splitlines()]
         if sum(map(len, lines)) > MAX_PATTERN_CHARACTERS:
             raise ConfigError(f"{file}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")

@@ -1,12 +1,13 @@
-"""Reads Harbor task directories (schema up to 1.4; Harbor 0.25 says which keys there are and what they default to).
+"""Reads Harbor task directories (schema up to 1.4; keys and defaults are those of Harbor 0.25).
 
 ::
 
     TASK/  task.toml  instruction.md  environment/[Dockerfile …]  tests/test.sh …  [solution/solve.sh …]
            or, with [[steps]], steps/NAME/{instruction.md, tests/, solution/, workdir/}
 
-What only the verifier, the image store, ``prepare`` or the oracle needs is in :class:`.data.HarborData`; the author's
-own ``[metadata]`` is the task's. Keys that Harbor would ignore are ignored; what a cluster cannot give is refused.
+Fields for the verifier, the image store, ``prepare`` or the oracle are in :class:`.data.HarborData`. The author's
+``[metadata]`` becomes the task's. Keys that Harbor ignores are ignored. Settings that a cluster cannot provide are
+refused.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from megaflow_hpc.tasks.harbor.task_toml import TomlTable, read_text, read_toml
 from megaflow_hpc.tasks.harbor.verifier_section import read_judging
 from megaflow_hpc.types import Task
 
-SCHEMA = (1, 4)
-"""Newest version of task.toml that is read here."""
-DEFAULT_AGENT_S = 900.0
-"""Harbor leaves ``[agent] timeout_sec`` open; a rollout must end."""
+NEWEST_SCHEMA = (1, 4)
+"""Newest supported schema version of task.toml."""
+DEFAULT_AGENT_TIMEOUT_S = 900.0
+"""Default agent timeout in seconds. Harbor has none, but a rollout must end."""
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7f. ]")
@@ -41,10 +42,11 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
     """Reads one task directory.
 
     Args:
-        dockerfiles: reads its Dockerfiles; those that were read with it are not read again.
+        path: the directory.
+        dockerfiles: reads and caches its Dockerfiles.
 
     Raises:
-        ConfigError: names the file, the line where there is one, the value and the remedy.
+        ConfigError: names the file, the line if known, the value and the remedy.
     """
     root = Path(path).absolute()
     toml = read_toml(inside(root, root / "task.toml"))
@@ -79,7 +81,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         id=root.name,
         instruction=instruction,
         user=agent.user() or environment.user,
-        agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_S) or DEFAULT_AGENT_S,
+        agent_timeout_s=agent.number("timeout_sec", DEFAULT_AGENT_TIMEOUT_S) or DEFAULT_AGENT_TIMEOUT_S,
         verifier_timeout_s=judging.verifier.timeout_s,
         network=network,
         metadata=toml.table("metadata").data,
@@ -88,10 +90,10 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
 
 
 def read_instruction(root: Path, home: Path) -> str:
-    """Reads ``instruction.md``, less the lines at its top by which benchmarks find themselves in training data."""
+    """Reads ``instruction.md`` without the canary lines at its top, by which benchmarks detect training data."""
     file = home / "instruction.md"
     if not file.is_file():
-        raise ConfigError(f"{file}: missing; a Harbor task needs its instruction there")
+        raise ConfigError(f"{file}: missing; a Harbor task needs an instruction")
     if (home / "trajectory.json").is_file():
         raise ConfigError(
             f"{home / 'trajectory.json'}: agents here cannot start from an earlier conversation; leave this task out"
@@ -106,7 +108,7 @@ def read_instruction(root: Path, home: Path) -> str:
 
 
 def read_healthcheck(table: TomlTable) -> Healthcheck:
-    """The table's ``[healthcheck]``; one without a command where there is none."""
+    """Reads the table's ``[healthcheck]``; a missing one has no command."""
     check = table.table("healthcheck")
     if not check:
         return Healthcheck()
@@ -126,8 +128,8 @@ def _check_version(toml: TomlTable) -> None:
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})(?:\.\d+)?", str(value))
     if not match:
         raise toml.error(key, value, "a version such as '1.4'")
-    if (int(match[1]), int(match[2])) > SCHEMA:
-        newest = ".".join(map(str, SCHEMA))
+    if (int(match[1]), int(match[2])) > NEWEST_SCHEMA:
+        newest = ".".join(map(str, NEWEST_SCHEMA))
         raise toml.error(
             key, value, f"at most {newest}: upgrade megaflow_hpc, or write {newest} if the task uses nothing newer"
         )
@@ -136,7 +138,7 @@ def _check_version(toml: TomlTable) -> None:
 def _read_steps(
     toml: TomlTable, steps: list[TomlTable], root: Path, environment: Task, dockerfiles: Dockerfiles
 ) -> list[HarborStep]:
-    """What each step has of its own; steps.py makes tasks of it."""
+    """Returns the values of each step; steps.py makes tasks of them."""
     found: list[HarborStep] = []
     for step in steps:
         name = step.text("name")
@@ -146,7 +148,7 @@ def _read_steps(
             raise step.error("name", name, "a name that no other step has")
         home = root / "steps" / name
         if not home.is_dir():
-            raise ConfigError(f"{home}: missing; every step in {toml.path.name} has a directory of its name there")
+            raise ConfigError(f"{home}: missing; every step in {toml.path.name} needs a directory of its name")
         inside(root, home)
         agent = step.table("agent")
         if "network_mode" in agent:
@@ -167,7 +169,7 @@ def _read_steps(
 
 
 def _min_reward(step: TomlTable) -> dict[str, float]:
-    """By name of the reward; a bare number is for ``reward``."""
+    """Returns the minimum by reward name; a bare number is for ``reward``."""
     value = step.data.get("min_reward")
     if value is None:
         return {}

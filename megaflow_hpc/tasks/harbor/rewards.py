@@ -1,4 +1,4 @@
-"""Reward files: read from a directory on the host, whatever the sandbox made of it, and checked before they count."""
+"""Reads and checks reward files from a directory on the host, in which the sandbox may have written anything."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaflow_hpc.host.files import open_directory
-from megaflow_hpc.tasks.formats import LARGEST
+from megaflow_hpc.tasks.formats import MAX_REWARD
 from megaflow_hpc.types import Artifact, Verdict
 
-REWARD_LIMIT = 65536
-"""Bytes of a reward file; more is garbage."""
-MOST_REWARDS = 64
-LONGEST_NAME = 100
-"""Each name becomes a column of every trajectory."""
+MAX_REWARD_BYTES = 65536
+"""Maximum bytes of a reward file."""
+MAX_REWARD_COUNT = 64
+MAX_NAME_LENGTH = 100
+"""Maximum characters of a reward's name, because each name becomes a column of every trajectory."""
 
 REWARD_FILES = ("reward.json", "reward.txt")
-"""In Harbor's order."""
+"""Reward files in Harbor's order."""
 
 LOGS_LIMIT = 1 << 20
 MOST_LOGS = 64
-MOST_SEEN = 10_000
-"""Entries of ``/logs/verifier`` that are looked at."""
+MAX_LOG_ENTRIES = 10_000
+"""Maximum entries of ``/logs/verifier`` to look at."""
 
 
 def read_rewards(logs: Path) -> dict[str, float]:
@@ -39,7 +39,7 @@ def read_rewards(logs: Path) -> dict[str, float]:
     found: dict[str, dict[str, float]] = {}
     with _opened(logs) as directory:
         for name in REWARD_FILES:
-            data = _read_plain(directory, name, REWARD_LIMIT)
+            data = _read_plain(directory, name, MAX_REWARD_BYTES)
             if data is not None:
                 found[name] = parse_rewards(name, data.decode("utf-8", "replace"))
     if not found:
@@ -51,12 +51,12 @@ def read_rewards(logs: Path) -> dict[str, float]:
 
 
 def read_logs(logs: Path) -> list[Artifact]:
-    """Reads the other plain files that the tests left in ``/logs/verifier``, as far as they are small."""
+    """Reads the other small plain files that the tests left in ``/logs/verifier``."""
     found: list[Artifact] = []
     left = LOGS_LIMIT
     with contextlib.suppress(ValueError), _opened(logs) as directory:
         with os.scandir(directory) as entries:
-            names = sorted(entry.name for entry in itertools.islice(entries, MOST_SEEN))
+            names = sorted(entry.name for entry in itertools.islice(entries, MAX_LOG_ENTRIES))
         for name in names:
             if name in REWARD_FILES or len(found) >= MOST_LOGS:
                 continue
@@ -69,7 +69,7 @@ def read_logs(logs: Path) -> list[Artifact]:
 
 @contextlib.contextmanager
 def _opened(logs: Path) -> Iterator[int]:
-    """A descriptor of the directory, whatever the tests made of its mode."""
+    """Opens the directory, even if the tests have changed its mode."""
     try:
         directory = open_directory(str(logs))
     except OSError as error:
@@ -81,13 +81,13 @@ def _opened(logs: Path) -> Iterator[int]:
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """Reads a regular file; ``None`` if there is none.
+    """Reads a regular file; returns ``None`` if it is missing.
 
     Raises:
         ValueError: it is larger than ``limit`` bytes, a link, a pipe or a device, or cannot be read.
     """
     try:
-        # O_NONBLOCK: a pipe must not hold us.
+        # O_NONBLOCK: opening a pipe must not block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=directory)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"/logs/verifier/{name}: not a plain file that can be read")
-        if status.st_size > limit:  # a sparse file can be as large as it likes
+        if status.st_size > limit:  # a sparse file can be arbitrarily large
             raise ValueError(f"/logs/verifier/{name}: larger than {limit} bytes")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit)
@@ -107,7 +107,7 @@ def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
 
 
 def parse_rewards(name: str, text: str) -> dict[str, float]:
-    """Named rewards of a reward file's text; a bare number is called ``reward``."""
+    """Parses a reward file's text to named rewards; a bare number is called ``reward``."""
     if not text.strip():
         raise ValueError(f"{name} is empty; expected a number")
     if name.endswith(".txt"):
@@ -118,43 +118,45 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
     else:
         try:
             value = json.loads(text, object_pairs_hook=_once)
-        except _Twice as error:
-            raise ValueError(f"{name} names {str(error)[:LONGEST_NAME]!r} twice") from None
+        except _DuplicateKey as error:
+            raise ValueError(f"{name} names {str(error)[:MAX_NAME_LENGTH]!r} twice") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error})") from None
     named = value if isinstance(value, dict) else {"reward": value}
     if not named:
         raise ValueError(f"{name} names no reward")
-    if len(named) > MOST_REWARDS:
-        raise ValueError(f"{name} names {len(named)} rewards; at most {MOST_REWARDS} are kept")
+    if len(named) > MAX_REWARD_COUNT:
+        raise ValueError(f"{name} names {len(named)} rewards; at most {MAX_REWARD_COUNT} are kept")
     rewards: dict[str, float] = {}
     for key, number in named.items():
-        if not key or len(key) > LONGEST_NAME or not key.isprintable():
+        if not key or len(key) > MAX_NAME_LENGTH or not key.isprintable():
             raise ValueError(
-                f"{name}: a reward is called {key[:LONGEST_NAME]!r}; expected up to {LONGEST_NAME} characters"
+                f"{name}: a reward is called {key[:MAX_NAME_LENGTH]!r}; expected up to {MAX_NAME_LENGTH} characters"
             )
         rewards[key] = _number(name, key, number)
     return rewards
 
 
-class _Twice(Exception):
-    """A JSON object has a key twice, and who reads it chooses."""
+class _DuplicateKey(Exception):
+    """A JSON object has a key twice, so different readers could see different rewards."""
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
-        raise _Twice(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+        raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
     return found
 
 
 def _number(name: str, key: str, number: object) -> float:
     if not isinstance(number, int | float):
-        said = repr(number[:80]) if isinstance(number, str) else f"a {type(number).__name__}"  # not what is in a list
+        said = (
+            repr(number[:80]) if isinstance(number, str) else f"a {type(number).__name__}"
+        )  # do not print the content of a list
         raise ValueError(f"{name}: {key} is {said}; expected a finite number")
     if isinstance(number, float) and math.isnan(number):
         raise ValueError(f"{name}: {key} is nan; expected a finite number")
-    if abs(number) > LARGEST:
-        raise ValueError(f"{name}: {key} is beyond what 32 bits hold; expected a finite number")
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{name}: {key} is too large for 32 bits; expected a finite number")
     return float(number)

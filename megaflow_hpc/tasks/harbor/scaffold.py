@@ -1,4 +1,4 @@
-"""A Harbor task to begin with: small, whole, and valid before anything of it is changed."""
+"""Writes a small but complete Harbor task as a starting point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start(name: str, directory: Path) -> Path:
     """Writes a task directory ``directory/NAME``; returns its path.
 
     Raises:
-        ConfigError: It is no task id, or something is there already.
+        ConfigError: the name is not a valid task id, or the directory exists already.
     """
     if not TASK_ID.fullmatch(name) or name.startswith("."):
         raise ConfigError(f"{name!r}: expected the id of a task: letters, digits, dot, dash and underscore")

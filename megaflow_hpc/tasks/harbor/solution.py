@@ -1,4 +1,4 @@
-"""Carries out a Harbor task's own solution, ``solution/solve.sh``."""
+"""Runs a Harbor task's own solution, ``solution/solve.sh``."""
 
 from __future__ import annotations
 

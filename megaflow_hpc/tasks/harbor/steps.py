@@ -1,6 +1,6 @@
-"""The steps of a multi-step Harbor task: one after the other in one sandbox, each with an agent run and a verdict.
+"""Steps of a multi-step Harbor task: they run in order in one sandbox, each with an agent run and a verdict.
 
-A step is a :class:`Task` like any other, so that agents and the verifier need not know of steps.
+A step is an ordinary :class:`Task`, so agents and the verifier need no code for steps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megaflow_hpc.tasks.harbor.data import HarborData, fields_of
 from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
 from megaflow_hpc.types import Sandbox, Task, Verdict
 
-SETUP_S = 600.0
-"""Longest run of a step's ``setup.sh``."""
+SETUP_TIMEOUT_S = 600.0
+"""Timeout in seconds of a step's ``setup.sh``."""
 
 
 def steps_of(task: Task) -> list[Task]:
-    """One task per step, in order; a task without steps is its own only one."""
+    """Returns one task per step, in order. A task without steps is its own only step."""
     data = HarborData.of(task)
     if not data.steps:
         return [task]
@@ -39,16 +39,16 @@ def steps_of(task: Task) -> list[Task]:
 
 
 def step_name(step: Task) -> str:
-    """The step's name; empty for a task without steps."""
+    """Returns the step's name; empty for a task without steps."""
     found = HarborData.of(step).step
     return found.name if found else ""
 
 
 async def begin_step(task: Task, sandbox: Sandbox) -> None:
-    """Uploads the step's ``workdir/``, runs its ``setup.sh``, waits until it is healthy.
+    """Uploads the step's ``workdir/``, runs its ``setup.sh`` and waits until the environment is healthy.
 
     Raises:
-        SetupError: it cannot be set up.
+        SetupError: the step cannot be set up.
     """
     step = HarborData.of(task).step
     if step is None:
@@ -57,7 +57,9 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
     if files := step.workdir:
         await sandbox.upload(files, workdir)
         if os.path.isfile(os.path.join(files, "setup.sh")):
-            done = await sandbox.exec(["bash", os.path.join(workdir, "setup.sh")], cwd=workdir, timeout_s=SETUP_S)
+            done = await sandbox.exec(
+                ["bash", os.path.join(workdir, "setup.sh")], cwd=workdir, timeout_s=SETUP_TIMEOUT_S
+            )
             if done.exit_code:
                 raise SetupError(
                     f"task {task.id}: step {step.name}: setup.sh ended with {done.exit_code}: "

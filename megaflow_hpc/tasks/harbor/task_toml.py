@@ -17,8 +17,8 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 
-PASSED = "MEGAFLOW_TASK_ENV"
-"""Environment variable that names, separated by commas, the variables that ``${NAME}`` in a task may be."""
+ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
+"""Environment variable with a comma-separated list of the variables that ``${NAME}`` in a task may read."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -40,7 +40,7 @@ def read_toml(path: Path) -> TomlTable:
     """Reads the root table of a file.
 
     Raises:
-        ConfigError: no such file, or not TOML.
+        ConfigError: the file is missing or not TOML.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: missing; a Harbor task is a directory with task.toml, instruction.md and tests/")
@@ -49,19 +49,19 @@ def read_toml(path: Path) -> TomlTable:
         data = tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{path}:{_deepest(text)}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # also a number of thousands of digits
+    except ValueError as error:  # also raised for a number with thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return TomlTable(path, data, text.splitlines())
 
 
 def _deepest(text: str) -> int:
-    """The line on which the most lists or tables are begun."""
+    """Returns the line that opens the most lists and tables."""
     return max(enumerate(text.splitlines(), 1), key=lambda line: line[1].count("[") + line[1].count("{"))[0]
 
 
 @dataclass(frozen=True)
 class TomlTable:
-    """One table; ``name`` is dotted, empty for the root. It is in the lines from ``begin`` to ``end``."""
+    """One table in the lines from ``begin`` to ``end``. ``name`` is dotted, and empty for the root."""
 
     path: Path
     data: dict[str, Any]
@@ -77,7 +77,7 @@ class TomlTable:
         return key in self.data
 
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
-        """An error that names the file, the line of ``key``, its value and what was expected."""
+        """Returns an error that names the file, the line of ``key``, its value and the expected value."""
         line = self._line(self.name, key)
         place = f"{self.path}:{line}" if line else str(self.path)
         return ConfigError(f"{place}: {f'[{self.name}] ' if self.name else ''}{key} = {value!r}: expected {expected}")
@@ -100,14 +100,14 @@ class TomlTable:
     # --- tables -------------------------------------------------------------------------------------------------
 
     def table(self, key: str) -> TomlTable:
-        """The table ``key``, empty where it is missing."""
+        """Returns the table ``key``, empty if it is missing."""
         value = self.data.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, value, "a table")
         return TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end)
 
     def tables(self, key: str) -> list[TomlTable]:
-        """An array of tables, each with its own lines."""
+        """Returns an array of tables, each with its own lines."""
         values = self.data.get(key) or []
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.error(key, values, f"[[{self._dotted(key)}]] tables")
@@ -129,7 +129,7 @@ class TomlTable:
     # --- values -------------------------------------------------------------------------------------------------
 
     def text(self, key: str) -> str | None:
-        """A text that is not empty; ``None`` where the key is missing, as for every value below."""
+        """Returns a nonempty text. Here and below, ``None`` means that the key is missing."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -138,14 +138,14 @@ class TomlTable:
         return value
 
     def choice(self, key: str, *options: str) -> str | None:
-        """One of ``options``."""
+        """Returns one of ``options``."""
         value = self.text(key)
         if value is not None and value not in options:
             raise self.error(key, value, f"{', '.join(options[:-1])} or {options[-1]}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """A number above 0, in the unit that the key names."""
+        """Returns a number above 0, in the unit that the key names."""
         value = self.data.get(key)
         if value is None:
             return default
@@ -154,21 +154,21 @@ class TomlTable:
         return float(value)
 
     def user(self, key: str = "user") -> str | None:
-        """A user's name or uid, as text."""
+        """Returns a user's name or uid as text."""
         value = self.data.get(key)
         if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
             return None if value is None else str(value)
         raise self.error(key, value, "a name or a uid")
 
     def path_inside(self, key: str) -> str | None:
-        """An absolute path of the container."""
+        """Returns an absolute path in the container."""
         value = self.text(key)
         if value is not None and not value.startswith("/"):
             raise self.error(key, value, "an absolute path")
         return value
 
     def size_mb(self, key: str, old_key: str) -> int | None:
-        """A size in MB: ``memory_mb = 2048``, or the older ``memory = "2G"``."""
+        """Returns a size in MB, from ``memory_mb = 2048`` or the older ``memory = "2G"``."""
         number = self.number(key)
         if number is not None:
             return int(number)
@@ -197,22 +197,25 @@ class TomlTable:
         return found
 
     def _resolve(self, name: str, match: re.Match[str], passed: set[str] | None) -> str:
-        allowed = {word.strip() for word in os.environ.get(PASSED, "").split(",")}
+        allowed = {word.strip() for word in os.environ.get(ALLOWED_VARIABLES, "").split(",")}
         value = os.environ.get(match[1]) if match[1] in allowed else None
         if passed is None and (value is not None or match[2] is None):
-            remedy = f"take {match[1]} out of {PASSED}" if value is not None else "give a default in the task"
+            remedy = (
+                f"remove {match[1]} from {ALLOWED_VARIABLES}" if value is not None else "give a default in the task"
+            )
             raise self.error(
                 name,
                 match[0],
-                "no variable of yours, which agents could read here. Only a verifier in a sandbox of its own gets one: "
-                f'move it to [verifier.env] of a task with [verifier] environment_mode = "separate", or {remedy}',
+                "none of your variables, because agents could read them here. Only a verifier in its own sandbox "
+                'gets them: move it to [verifier.env] of a task with [verifier] environment_mode = "separate", '
+                f"or {remedy}",
             )
         if value and passed is not None:
             passed.add(value)
         if value is None:
             value = match[2]
         if value is None:
-            why = f"{match[1]} to be set" if match[1] in allowed else f"{match[1]} to be let through"
-            remedy = f"export {match[1]}=… and {PASSED}={match[1]}, or give a default in the task"
+            why = f"{match[1]} to be set" if match[1] in allowed else f"{match[1]} to be allowed"
+            remedy = f"export {match[1]}=… and {ALLOWED_VARIABLES}={match[1]}, or give a default in the task"
             raise self.error(name, match[0], f"{why}: {remedy}")
         return value

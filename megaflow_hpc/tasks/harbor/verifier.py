@@ -42,17 +42,20 @@ from megaflow_hpc.types import Network, Task, Verdict
 _SHELL = (
     'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
 )
-"""Not looked up on PATH: an image's PATH may name directories that the agent filled."""
+"""Starts bash without PATH, because an image's PATH may name directories that the agent filled."""
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool) -> Verdict:
-    """Collects the artifacts and runs the tests of a task (or of a step). The agent must have ended.
+    """Collects the artifacts and runs the tests of a task or of a step. The agent must have ended.
 
     Args:
-        stay: the sandbox is used further: it gets its own container back, without tests and rewards.
+        task: the task or step.
+        sandbox: the agent's sandbox.
+        context: settings of the verification.
+        stay: restore the agent's container without tests and rewards, because the sandbox is used again.
 
     Raises:
-        SandboxError: a sandbox was lost. What tests and rewards do wrong is in the verdict's ``error``.
+        SandboxError: a sandbox was lost. Errors of tests and rewards are in the verdict's ``error``.
         ConfigError: the task cannot be verified in this way.
     """
     data = HarborData.of(task)
@@ -62,7 +65,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         try:
             await run_hooks(task, sandbox)
             collected = await collect(task, sandbox, folder)
-        except LimitError as error:  # programs of the agent's took what there was; the tests get it anew
+        except LimitError as error:  # the agent's programs used up a limit, which starts again for the tests
             collected = [Collected(entry.source, entry.source, error=str(error)) for entry in entries_of(task)]
         artifacts = to_artifacts(collected, prefix)
         if data.verifier.environment:
@@ -72,21 +75,21 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
                 check_fresh(task)
             verdict = await _judge(task, sandbox, context, [] if context.as_left else _kept(task), stay=stay)
     finally:
-        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # what is left is the janitor's
+        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # the pod's cleanup removes leftovers
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
     return Mask(data.verifier.secrets).verdict(replace(verdict, artifacts=[*artifacts, *logs]))
 
 
 def check_fresh(task: Task) -> None:
-    """Checks that verification ``fresh`` keeps some of what the agent made, not none or all.
+    """Checks that verification ``fresh`` keeps some of the agent's changes.
 
     Raises:
         ConfigError: the task has neither a work directory nor artifacts.
     """
     if os.path.normpath(task.workdir or "/") == "/" and not HarborData.of(task).artifacts:
         raise ConfigError(
-            f"task {task.id}: verification 'fresh' keeps the work directory, and the task has none; set [environment] "
-            "workdir in its task.toml, or use 'shared'"
+            f"task {task.id}: verification 'fresh' keeps only the work directory, but the task has none; set "
+            "[environment] workdir in its task.toml, or use 'shared'"
         )
 
 
@@ -95,7 +98,7 @@ async def _judge_elsewhere(
 ) -> Verdict:
     environment = HarborData.of(task).verifier_environment(task.id)
     if environment is None or context.start is None:
-        raise ConfigError(f"task {task.id}: its verifier has an environment of its own, and none can be started here")
+        raise ConfigError(f"task {task.id}: its verifier needs its own environment, which cannot be started here")
 
     def restore(paths: LayerPaths) -> None:
         upperdir.restore(paths.upper, paths.image, _kept(task))
@@ -168,7 +171,8 @@ def _kept(task: Task) -> list[str]:
 
 
 def _command(sources: Sequence[Path]) -> list[str]:
-    """Scripts of a shell are run by the image's; others, and those in a verifier's own image, by their first line."""
+    """Returns the command of the tests. The image's shell runs shell scripts; other scripts, and those in a verifier's
+    own image, run by their first line."""
     script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
     if script is not None:
         with open(script, "rb") as file:
@@ -183,11 +187,11 @@ def _command(sources: Sequence[Path]) -> list[str]:
 
 
 def _lay_out(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
-    """Fresh ``tests`` and ``logs`` below ``home``; of files with the same name the later source's is taken."""
+    """Creates ``tests`` and ``logs`` below ``home``. Files of later sources replace earlier ones of the same name."""
     remove_tree(home)
     for directory in (home, home / "tests", home / "logs"):
         directory.mkdir(mode=0o755, parents=True)
-        directory.chmod(0o755)  # whatever the umask: the verifier's user may be another
+        directory.chmod(0o755)  # independent of the umask, because the verifier may run as another user
     try:
         for source in sources:
             files.copy(source, home / "tests")

@@ -1,4 +1,4 @@
-"""What a Harbor task says of its end: ``[verifier]``, the artifacts to keep, and where the tests and solution lie."""
+"""Reads the verification of a Harbor task: ``[verifier]``, artifacts, and the directories of tests and solution."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCRIPT = "test.sh"
 def read_judging(
     toml: TomlTable, root: Path, environment: Task, dockerfiles: Dockerfiles, step: TomlTable | None = None
 ) -> Judging:
-    """How a task, or one of its steps, ends.
+    """Returns how a task or a step is verified.
 
     Args:
         toml: the task's root table.
-        environment: as the agent has it; a separate verifier without an image of its own gets the same.
-        step: its ``[[steps]]`` table.
+        environment: the agent's environment; a separate verifier without its own image uses the same image.
+        step: the ``[[steps]]`` table of a step.
 
     Raises:
         ConfigError: names file, line, value and remedy.
@@ -52,7 +52,7 @@ def read_judging(
         TaskFiles(root).require(script)
     elif script is None and not rules.bundled:
         place = (root if step is None else root / "steps" / str(step.data["name"])) / "tests" / SCRIPT
-        raise ConfigError(f"{place}: missing; a Harbor task without tests cannot be rewarded: add tests/test.sh")
+        raise ConfigError(f"{place}: missing; a Harbor task needs tests for its reward: add tests/test.sh")
     return Judging(
         tests=[str(directory) for directory in tests],
         solution=str(inside(root, solution)),
@@ -63,7 +63,7 @@ def read_judging(
 
 
 def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierRules:
-    """The task's values, then the step's over them."""
+    """Returns the task's values, overridden by the step's."""
     rules = VerifierRules()
     for section in sections:
         network = rules.network
@@ -90,7 +90,7 @@ def _read_collect(hook: TomlTable) -> CollectHook:
 
 @dataclass(frozen=True)
 class _Separate:
-    """A separate verifier's environment, and whether its image holds the tests."""
+    """A separate verifier's environment, and whether its image contains the tests."""
 
     environment: Task
     bundled: bool = False
@@ -104,7 +104,8 @@ def _read_separate(
     dockerfiles: Dockerfiles,
     passed: set[str],
 ) -> _Separate | None:
-    """The verifier's own environment; ``None`` where it is the agent's. The last level that says so decides."""
+    """Returns the verifier's own environment; ``None`` if it is the agent's. The innermost level with a setting
+    decides."""
     separate = False
     for table in levels:
         mode = table.choice("environment_mode", "shared", "separate")
@@ -125,7 +126,7 @@ def _read_separate(
             return _Separate(read_environment(chosen, directory, root, dockerfiles, passed), bundled=True)
     if own is None or not own:
         return _Separate(replace(environment, user=None))
-    # Its own limits and variables on the agent's image.
+    # its own limits and variables with the agent's image
     merged = TomlTable(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
     found = read_environment(merged, root / "environment", root, dockerfiles, passed)
     agents, data = HarborData.of(environment), HarborData.of(found)
@@ -135,7 +136,7 @@ def _read_separate(
 
 
 def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
-    """``artifacts = ["/path", {source =, destination =, exclude = []}]``."""
+    """Reads ``artifacts = ["/path", {source =, destination =, exclude = []}]``."""
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
         raise table.error("artifacts", entries, "a list")

@@ -1,4 +1,6 @@
-"""Harbor tasks from real bugs, for ``tasks build``: a file of bugs comes in (``tasks``), source distributions of the
-buggy and the fixed release are fetched and compared (``sdists``, by ``fetch`` in a child process), and task
-directories and the image that they share (``image``) go out. Only the command line calls it.
+"""Makes Harbor tasks from real bugs, for ``tasks build``.
+
+``tasks`` reads a file of bugs. ``sdists`` fetches and compares the source distributions of the buggy and the fixed
+release, by ``fetch`` in a child process. The result is task directories and the image that they share (``image``). Only
+the command line calls this package.
 """

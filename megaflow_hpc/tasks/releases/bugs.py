@@ -1,6 +1,6 @@
-"""Bugs that tasks are made of: a short YAML file names two releases of a package, the later of which fixes a defect.
+"""Reads the bugs of ``tasks build``: a short YAML file that names two releases of a package, a buggy and a fixed one.
 
-``launchers/bugs.yaml`` is one, which docs/how-to/real-bugs.md explains.
+``launchers/bugs.yaml`` is an example; docs/how-to/real-bugs.md explains it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Bug(Section):
     package: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name in the package index."""
     buggy: str
-    """Release that has the defect."""
+    """Release with the defect."""
     fixed: str
-    """Release that does not."""
+    """Release without the defect."""
     kind: str = Field(pattern=r"^[a-z][a-z -]*$")
     """Kind of defect: parsing, arithmetic, state, …"""
     changelog: str = Field(min_length=1)
@@ -38,9 +38,9 @@ class Bug(Section):
     passing: tuple[str, ...] = Field(min_length=1)
     """Ids (also files or directories) of tests that pass on both."""
     requires: tuple[str, ...] = ()
-    """What the tests import, as pip takes it."""
+    """Packages that the tests import, as requirements for pip."""
     issue: str = Field(min_length=1)
-    """The report the agent gets. Says what is wrong, not where or how to mend it."""
+    """The bug report for the agent. It describes the problem, but not where or how to fix it."""
 
     @field_validator("buggy", "fixed", mode="before")
     @classmethod
@@ -64,12 +64,12 @@ class Bug(Section):
 
 
 class BugFile(Section):
-    """A list of bugs and the image their tests run in."""
+    """A list of bugs and the image in which their tests run."""
 
     image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name that the tasks call the image by."""
+    """Name of the image in the tasks."""
     requires: tuple[str, ...] = ("pytest>=8,<9",)
-    """Installed for every task. pytest 9 reports subtests as tests of their own."""
+    """Requirements of every task. pytest 9 reports subtests as separate tests."""
     bugs: tuple[Bug, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -82,14 +82,14 @@ class BugFile(Section):
 
 
 def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], str]]:
-    """Reads a bug file; the function gives ``file:line`` of a bug by its id.
+    """Reads a bug file. The returned function maps a bug's id to ``file:line``.
 
     Raises:
         ConfigError: names file, line, value and remedy.
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a mapping with bugs: in it; see {docs('how-to/real-bugs.md')}")
+        raise ConfigError(f"{path}: expected a mapping with the key bugs; see {docs('how-to/real-bugs.md')}")
     try:
         content = BugFile.model_validate(value)
     except ValidationError as error:
@@ -103,9 +103,9 @@ def _locator(path: str, content: BugFile, node: yaml.Node | None) -> Callable[[s
 
 
 def select(bugs: Iterable[Bug], only: Sequence[str]) -> list[Bug]:
-    """The bugs whose id is in ``only``, or all of them."""
+    """Returns the bugs whose ids are in ``only``, or all of them if it is empty."""
     known = {bug.id: bug for bug in bugs}
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise ConfigError(f"--only {unknown[0]}: no such bug; there are: {', '.join(known)}")
+        raise ConfigError(f"--only {unknown[0]}: no such bug; expected one of {', '.join(known)}")
     return [bug for name, bug in known.items() if not only or name in only]

@@ -1,10 +1,9 @@
-"""Run as a script: downloads source distributions as pip is configured, without building them.
+"""Downloads source distributions with pip's configuration, without building them. Runs as a script.
 
-``pip download`` of a source distribution also runs its build back end in a fresh environment, which costs seconds for
-each and fails where an old back end does. pip has no option for the plain file, so this uses the index and network half
-of its own ``download`` command: indexes, credentials, certificates and proxies are the user's. Those are internals of
-pip; :mod:`~megaflow_hpc.tasks.releases.sdists` falls back on ``pip download`` where they have changed
-(exit status :data:`CHANGED`).
+``pip download`` of a source distribution also runs its build back end in a fresh environment. This takes seconds, and
+fails for old back ends. pip has no option to fetch just the file. So this script uses internals of pip's ``download``
+command, with the user's indexes, credentials, certificates and proxies. If these internals have changed (exit status
+:data:`CHANGED`), :mod:`~megaflow_hpc.tasks.releases.sdists` falls back on ``pip download``.
 
 ``python sdist_fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
 """
@@ -20,7 +19,7 @@ CHANGED = 90
 
 
 def main() -> int:
-    """Downloads as ``pip download``; returns its exit status, or ``CHANGED`` where pip's insides changed."""
+    """Downloads like ``pip download``; returns its exit status, or ``CHANGED`` if pip's internals have changed."""
     try:
         from pip._internal.commands.download import DownloadCommand
         from pip._vendor.packaging.specifiers import SpecifierSet

@@ -1,7 +1,7 @@
-"""The image that tasks made from bugs share: a base image, pytest, and whatever their tests import.
+"""The shared image of tasks made from bugs: a base image, pytest, and the packages that their tests import.
 
-It is built without network from wheels downloaded beforehand for the base's Python, so the host's pip settings,
-credentials and certificates need not reach into the build. A stamp beside the SIF says what it was built from.
+It is built without network from wheels, which are downloaded for the base image's Python. So the build does not need
+the host's pip settings, credentials and certificates. A stamp next to the SIF records the inputs of the build.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-c
     --break-system-packages --root-user-action=ignore --ignore-installed -- "$@"
 rm -rf /opt/wheels
 """
-"""Runs in the image, with the requirements as its arguments: they are text of a file, and never of a program."""
+"""Runs in the image. The requirements are its arguments, never part of its text, because they come from a file."""
 
 
 def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
-    """Everything the image must hold, without repetition."""
+    """Returns all requirements of the image, without duplicates."""
     return list(dict.fromkeys([*content.requires, *(need for bug in bugs for need in bug.requires)]))
 
 
 def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bool:
-    """Builds the shared image over ``base`` (a SIF or an unpacked directory); false where it was there already.
+    """Builds the shared image over ``base`` (a SIF or an unpacked directory). Returns false if it already exists.
 
-    It holds what every bug of the file needs, whichever were selected: its content does not depend on ``--only``.
+    It contains the requirements of every bug in the file, so its content does not depend on ``--only``.
     """
     if not base.exists():
         recipe = resource("containers/task-base.def")
@@ -57,7 +57,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
     stamp = {"fingerprint": hashlib.sha256(made_from.encode()).hexdigest()[:32]}
     stamp_file = target.with_name(target.name + ".json")
     if target.exists() and _read_json(stamp_file) == stamp:
-        say(f"{target}: there already")
+        say(f"{target}: already exists")
         return False
     apptainer = runtime.find_apptainer()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
         wheels.mkdir()
         files = fetch_wheels([*needs, "pip"], f"{major}.{minor}", wheels)
         for package in under_test(content, files):
-            say(f"{target}: the tests' requirements need {package} itself: an agent can read another release of it")
+            say(f"{target}: the tests' requirements install {package} itself: an agent can read another release of it")
         install = INSTALL.format(
             python=f"{major}, {minor}", pip=next(name for name in files if re.match(r"pip-[\d.]+-", name))
         )
@@ -88,7 +88,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
 
 
 def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
-    """Packages with a bug that are among the wheels: the fix may be there to copy."""
+    """Returns the packages with a bug that are among the wheels, from which an agent could copy the fix."""
 
     def normal(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
@@ -98,7 +98,8 @@ def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
 
 
 def _python_of(apptainer: str, image: Path) -> tuple[str, str]:
-    """Major and minor version of an image's ``python3``. Unpacked for it: not every user can mount a SIF."""
+    """Returns major and minor version of an image's ``python3``. Unpacks the image, because not every user can mount a
+    SIF."""
     program = "import sys; print(*sys.version_info[:2])"
     options = ["--containall", "--cleanenv", "--no-home", *([] if image.is_dir() else ["--unsquash"])]
     command = [apptainer, "-q", "exec", *options, str(image), "python3", "-c", program]

@@ -1,7 +1,7 @@
-"""Released versions of packages: their source distributions, and what differs between two of them.
+"""Source distributions of released packages, and the difference between two of them.
 
-Archives are kept in a cache directory, one file each, and fetched by ``pip`` of the running interpreter, so whatever
-indexes, credentials, certificates and proxies pip is configured with are used.
+The archives are cached in a directory. The running interpreter's ``pip`` fetches them, with its configured indexes,
+credentials, certificates and proxies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain, unpack_ta
 from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
-LARGEST_TREE = (1 << 30, 200_000)
-"""Bytes and files of a source distribution, unpacked; more is a bomb."""
+MAX_TREE = (1 << 30, 200_000)
+"""Maximum bytes and files of an unpacked source distribution, as a defence against archive bombs."""
 TEST_DIRECTORIES = {"test", "tests", "testing"}
 NOT_CODE = {
     "doc",
@@ -60,7 +60,7 @@ COMMIT_ENV = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }  # fmt: skip
-"""Same tree, same commit; and nobody's hooks, signing or line-end settings."""
+"""Make commits reproducible, and ignore the user's hooks, signing and line-end settings."""
 
 
 @dataclass(frozen=True, order=True)
@@ -79,14 +79,14 @@ class ReleasePatch:
     """The code that changed between two releases."""
 
     text: bytes
-    """As ``git apply`` takes it."""
+    """The patch in the format of ``git apply``."""
     lines: int
-    """Lines added plus lines removed."""
+    """Added plus removed lines."""
     files: tuple[str, ...]
 
 
 def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/megaflow-hpc/releases``."""
+    """Returns ``$XDG_CACHE_HOME/megaflow-hpc/releases``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "megaflow-hpc" / "releases"
 
@@ -95,7 +95,7 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs this interpreter's pip.
 
     Raises:
-        SiteError: the interpreter has none.
+        SiteError: the interpreter has no pip.
     """
     if importlib.util.find_spec("pip") is None:
         raise SiteError(
@@ -105,7 +105,7 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
-    """Returns the archive of each release, downloaded where the cache has none; one that does not exist is left out.
+    """Returns the archive of each release, downloading missing ones. Releases that do not exist are left out.
 
     Raises:
         SiteError: pip could not be run, or could not reach its index.
@@ -134,7 +134,7 @@ def _cached(release: Release, cache: Path) -> Path | None:
 
 
 def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, str]:
-    """Downloads into ``directory`` and returns the file names; releases that do not exist have none."""
+    """Downloads into ``directory``; returns the file names. Releases that do not exist are left out."""
     if importlib.util.find_spec("pip") is not None:
         command = [sys.executable, sdist_fetch.__file__, "-d", str(directory), *map(str, releases)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -166,7 +166,7 @@ def _tail(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> list[str]:
-    """Downloads wheels of ``requirements`` and what they need for Python ``python`` (``3.11``); returns the file names.
+    """Downloads wheels of ``requirements`` and their dependencies for Python ``python`` (``3.11``); returns file names.
 
     Raises:
         ConfigError: a requirement has no such wheel.
@@ -184,12 +184,14 @@ def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> l
 
 
 def unpack(archive: Path, directory: Path, budget: Budget | None = None) -> Path:
-    """Unpacks a source distribution into ``directory`` and returns the tree's root.
+    """Unpacks a source distribution into ``directory``; returns the tree's root.
 
     Args:
-        budget: what it may unpack to; default :data:`LARGEST_TREE`.
+        archive: the source distribution.
+        directory: the target directory.
+        budget: limit of the unpacked size; default :data:`MAX_TREE`.
     """
-    budget = budget or Budget(*LARGEST_TREE)
+    budget = budget or Budget(*MAX_TREE)
     try:
         if archive.name.endswith(".zip"):
             _unpack_zip(archive, directory, budget)
@@ -218,12 +220,12 @@ def _unpack_zip(archive: Path, directory: Path, budget: Budget) -> None:
 
 
 def _harmless(parts: Parts, kind: Kind) -> bool:
-    """Files and directories; no links."""
+    """Allows files and directories, but no links."""
     return kind in ("file", "directory") and b"__pycache__" not in parts
 
 
 def is_test(name: str) -> bool:
-    """Whether a file of a source tree belongs to its tests."""
+    """Returns whether a file of a source tree belongs to its tests."""
     path = PurePosixPath(name)
     in_tests = any(part in TEST_DIRECTORIES for part in path.parts[:-1])
     return (
@@ -234,7 +236,7 @@ def is_test(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Whether a file of a source tree is the package's own Python: no test, document, tool, metadata, version file."""
+    """Returns whether a file is the package's own Python: not a test, document, tool, metadata or version file."""
     path = PurePosixPath(name)
     if path.suffix not in (".py", ".pyi") or is_test(name) or path.name in METADATA_FILES:
         return False
@@ -242,14 +244,14 @@ def is_code(name: str) -> bool:
 
 
 def tree_files(root: Path) -> list[str]:
-    """Every file under ``root`` except version control's and build leftovers, as relative names."""
+    """Returns the relative names of all files under ``root``, except version control files and build leftovers."""
     names = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     skipped = {".git", "__pycache__"}
     return sorted(name.as_posix() for name in names if not skipped & set(name.parts))
 
 
 def source_root(root: Path) -> str:
-    """The directory of the tree that goes on ``PYTHONPATH``."""
+    """Returns the directory of the tree that belongs on ``PYTHONPATH``."""
     return next((name for name in ("src", "lib") if any((root / name).glob("**/*.py"))), ".")
 
 
@@ -257,7 +259,7 @@ def git(tree: Path, *arguments: str) -> bytes:
     """Runs git in ``tree`` and returns its output.
 
     Raises:
-        SiteError: there is no git, or it failed.
+        SiteError: git is missing or failed.
     """
     if shutil.which("git") is None:
         raise SiteError("git is not on PATH; it is needed to make source trees and patches")
@@ -269,7 +271,7 @@ def git(tree: Path, *arguments: str) -> bytes:
 
 
 def commit(tree: Path, message: str) -> None:
-    """Makes ``tree`` a git repository with everything in it as one commit."""
+    """Makes ``tree`` a git repository with all its files in one commit."""
     git(tree, "init", "-q", "-b", "main")
     git(tree, "config", "core.autocrlf", "false")
     git(tree, "add", "-A", "-f")
@@ -279,13 +281,13 @@ def commit(tree: Path, message: str) -> None:
 
 
 def keep_version(old: bytes, new: bytes) -> bytes:
-    """``new`` with the ``__version__`` line of ``old``: a fix is not a release, and tests compare it with metadata."""
+    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare the version with the metadata."""
     before = VERSION_LINE.search(old)
     return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
 
 
 def difference(buggy: Path, fixed: Path) -> ReleasePatch:
-    """The code that turns the committed tree ``buggy`` into ``fixed``; ``buggy`` is left as it was."""
+    """Returns the code changes from the committed tree ``buggy`` to ``fixed``; ``buggy`` is restored."""
     old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
     for name in old - new:
         (buggy / name).unlink()

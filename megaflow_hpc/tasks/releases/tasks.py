@@ -1,7 +1,7 @@
-"""Tasks from real bugs: two releases of a package, the later of which fixes a known defect.
+"""Makes tasks from real bugs: from two releases of a package, the later of which fixes a known defect.
 
-A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). Nothing of the packages is kept
-with it: both source distributions are downloaded when tasks are built. Each bug becomes a Harbor task directory::
+A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). It contains nothing of the
+packages: building the tasks downloads both source distributions. Each bug becomes a Harbor task directory::
 
     OUTPUT/<id>/
       task.toml            docker_image names the shared image; workdir /testbed
@@ -10,7 +10,7 @@ with it: both source distributions are downloaded when tasks are built. Each bug
       solution/            solve.sh applies fix.patch, the code that differs between the releases
       tests/               test.sh runs named_tests.py: the fixed release's tests, judged by id
 
-All tasks share one image (image.py) that holds pytest and whatever the tests import.
+All tasks share one image (image.py) with pytest and the packages that the tests import.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from megaflow_hpc.tasks.releases.sdists import (
 )
 
 MAX_LINES = 400
-"""Releases further apart than this are not one bug."""
+"""Maximum lines of a fix. Releases that differ more contain more than one change."""
 WORKDIR = "/testbed"
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
-"""At the top of ``environment/`` these would mean something else to a reader of Harbor tasks."""
+"""Names that have a meaning for readers of Harbor tasks at the top of ``environment/``."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task directory made of a bug."""
+    """A task directory made from a bug."""
 
     id: str
     path: Path
     bug: Bug
     lines: int
-    """Lines of the reference patch, added plus removed."""
+    """Added plus removed lines of the reference patch."""
     fresh: bool
-    """False where it was there already."""
+    """False if the directory already existed."""
 
 
 # --- task directories -----------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class BuiltTask:
 def build_tasks(
     content: BugFile, bugs: Sequence[Bug], output: Path, cache: Path, where: Callable[[str], str], say: Progress
 ) -> list[BuiltTask]:
-    """Makes the task directories that are not there yet, each published by one rename."""
+    """Makes the missing task directories, each published by one rename."""
     output.mkdir(parents=True, exist_ok=True)
     fingerprints = {bug.id: fingerprint(content, bug) for bug in bugs}
     stale = [bug for bug in bugs if read_stamp(output / bug.id).get("fingerprint") != fingerprints[bug.id]]
@@ -82,7 +82,7 @@ def build_tasks(
                 if release not in archives:
                     raise ConfigError(
                         f"{where(bug.id)}: {release} has no source distribution in pip's index; "
-                        f"see the releases there are with: pip index versions {release.package}"
+                        f"list the available releases with: pip index versions {release.package}"
                     )
             buggy, fixed = (archives[release] for release in bug.releases)
             with tempfile.TemporaryDirectory(prefix=f".{bug.id}-", dir=output) as scratch:
@@ -90,19 +90,20 @@ def build_tasks(
                 _publish(task, output / bug.id, Path(scratch) / "replaced")
         lines = int(read_stamp(output / bug.id)["patch_lines"])
         built.append(BuiltTask(bug.id, output / bug.id, bug, lines, fresh))
-        say(f"{bug.id}: {bug.package} {bug.buggy} -> {bug.fixed}, {lines} lines{'' if fresh else ' (there already)'}")
+        say(f"{bug.id}: {bug.package} {bug.buggy} -> {bug.fixed}, {lines} lines{'' if fresh else ' (already exists)'}")
     return built
 
 
 def fingerprint(content: BugFile, bug: Bug) -> str:
-    """Digest of what a task directory is made from, this code included; the same value means nothing to do."""
+    """Returns a digest of all inputs of a task directory, including this code. If it is unchanged, the task is up to
+    date."""
     code = [Path(file).read_text() for file in (__file__, sdists.__file__, named_tests.__file__)]
     made_from = [content.image, bug.model_dump(mode="json"), code]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_stamp(task: Path) -> dict[str, Any]:
-    """``[metadata]`` of a task directory that was built from a bug; empty where there is none."""
+    """Returns ``[metadata]`` of a task directory that was built from a bug; empty without one."""
     try:
         metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
     except (OSError, ValueError):
@@ -111,7 +112,7 @@ def read_stamp(task: Path) -> dict[str, Any]:
 
 
 def strangers(content: BugFile, output: Path) -> list[Path]:
-    """Task directories in ``output`` that were built from bugs the file does not have."""
+    """Returns the task directories in ``output`` that were built from bugs that the file no longer has."""
     ids = {bug.id for bug in content.bugs}
     return sorted(path for path in output.glob("[!.]*") if path.name not in ids and "fingerprint" in read_stamp(path))
 
@@ -164,7 +165,7 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
 
 
 def check_patch(bug: Bug, patch: ReleasePatch, where: str) -> None:
-    """Checks that a fix changes code, and no more than an agent can be asked to write.
+    """Checks that a fix changes code, and is small enough for an agent to write.
 
     Raises:
         ConfigError: names the bug's line in the bug file, given as ``where``.
@@ -203,7 +204,7 @@ def _script(path: Path, text: str) -> None:
 
 
 def instruction(bug: Bug) -> str:
-    """The instruction of a task: the issue, and where things are."""
+    """Returns the instruction of a task: the issue and the place of the source."""
     run = "python3 -m pytest -o addopts="
     return f"""\
 {bug.issue.strip()}
@@ -218,7 +219,8 @@ There is no network.
 
 
 def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) -> str:
-    """``task.toml``, Harbor's schema 1.4. Image and no Dockerfile: ``environment/`` is uploaded to ``workdir``."""
+    """Returns ``task.toml`` in Harbor's schema 1.4. It has an image and no Dockerfile, so ``environment/`` is uploaded
+    to ``workdir``."""
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {
         "metadata": {
@@ -251,5 +253,5 @@ def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) 
 
 
 def _toml(value: Any) -> str:
-    """JSON's notation of strings, numbers and lists of them is TOML's too."""
+    """Formats a value as JSON. For strings, numbers and lists of them, JSON is valid TOML."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

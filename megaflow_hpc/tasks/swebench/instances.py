@@ -1,7 +1,7 @@
-"""SWE-bench style JSONL: one line is one instance, whichever data set of that family it comes from.
+"""Reads SWE-bench style JSONL: each line is one instance of any data set of that family.
 
-:mod:`~megaflow_hpc.tasks.swebench.datasets` converts the lines of each data set. :class:`Instance` is the form that
-the rest of the package knows.
+:mod:`~megaflow_hpc.tasks.swebench.datasets` converts the lines of each data set. The rest of the package uses
+:class:`Instance`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from megaflow_hpc.tasks.swebench.datasets import Line, dataset_of, literal
 from megaflow_hpc.texts import parse_json
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
-"""Where a line names no image: what SWE-bench publishes for it."""
+"""Default image of a line: the one that SWE-bench publishes."""
 WORKDIR = "/testbed"
 RUNNERS = ("", "script", "named")
 TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
-"""Fields that are only ever put into files."""
+"""Fields that are only written to files."""
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
-"""A name, perhaps with a registry: a line is somebody else's, and a path in it would be taken as it is."""
+"""Pattern of an image name, optionally with a registry. Lines are untrusted, and a path in one would be used as it is.
+Pattern of an image name, optionally with a registry. Lines are untrusted, and a path in one would be used as it is."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One problem. Field names are SWE-bench's; what an instance does not have is empty."""
+    """One problem. The field names are SWE-bench's; missing fields are empty."""
 
     instance_id: str
     repo: str
@@ -43,27 +44,27 @@ class Instance:
     """The reference solution."""
     test_patch: str = ""
     bug_patch: str = ""
-    """Applied before the agent starts (SWE-smith)."""
+    """Patch that introduces the bug before the agent starts (SWE-smith)."""
     image: str = ""
     workdir: str = WORKDIR
     eval_script: str = ""
-    """A whole script that applies the test patch and runs the tests between SWE-bench's markers."""
+    """Script that applies the test patch and runs the tests between SWE-bench's markers."""
     test_cmd: str = ""
     env: Mapping[str, str] | None = None
-    """Set for the tests."""
+    """Environment variables of the tests."""
     log_parser: str = ""
-    """Name of a parser of the ``swebench`` package."""
+    """Name of a log parser of the ``swebench`` package."""
     eval_type: str = ""
     runner: str = ""
-    """``script``: run ``eval_script`` or ``test_cmd`` and parse the log. ``named``: pytest, by the ids themselves."""
+    """``script``: run ``eval_script`` or ``test_cmd`` and parse the log. ``named``: run the test ids by pytest."""
 
     def record(self) -> dict[str, Any]:
-        """A line for a JSONL file, without what is empty; reading it gives the same instance."""
+        """Returns a line for a JSONL file without empty fields. Reading it gives the same instance."""
         return {key: value for key, value in asdict(self).items() if value not in ("", None, ())}
 
     @property
     def task_id(self) -> str:
-        """The instance's id, other characters than a task id may have replaced by ``_``."""
+        """The instance's id; characters that are invalid in a task id are replaced by ``_``."""
         return re.sub(r"[^A-Za-z0-9._-]", "_", self.instance_id)
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
@@ -80,7 +81,8 @@ TEXT_FIELDS = tuple(
 
 
 def image_name(pattern: str, instance_id: str) -> str:
-    """An image name for an instance: Docker takes no two underscores in a row, which data sets replace."""
+    """Returns the image name of an instance. Docker forbids double underscores, which data sets replace in their
+    images."""
     lower = instance_id.lower()
     return pattern.format(id=lower, id_1776=lower.replace("__", "_1776_"), id_s=lower.replace("__", "_s_"))
 
@@ -89,10 +91,10 @@ def image_name(pattern: str, instance_id: str) -> str:
 
 
 def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instance]]:
-    """Yields every instance of a file, in its order; blank lines are left out.
+    """Yields every instance of a file in order; blank lines are skipped.
 
     Raises:
-        ConfigError: names file, line, field, value and what was expected; also an id that is there twice.
+        ConfigError: names file, line, field, value and the expected value; also for a duplicate id.
     """
     file = Path(path).absolute()
     seen: dict[str, int] = {}
@@ -100,13 +102,13 @@ def read_instances(path: str | os.PathLike[str]) -> Iterator[tuple[Line, Instanc
         instance = parse(line)
         if instance.task_id in seen:
             raise ConfigError(
-                f"{line}: instance_id {instance.instance_id!r} is there twice, also on line {seen[instance.task_id]}; "
-                "leave one out"
+                f"{line}: instance_id {instance.instance_id!r} is also on line {seen[instance.task_id]}; "
+                "remove one of them"
             )
         seen[instance.task_id] = line.number
         yield line, instance
     if not seen:
-        raise ConfigError(f"{file}: holds no instance; expected one JSON object a line")
+        raise ConfigError(f"{file}: contains no instance; expected one JSON object per line")
 
 
 def _lines(file: Path) -> Iterator[Line]:
@@ -122,22 +124,22 @@ def _lines(file: Path) -> Iterator[Line]:
 
 
 def parse(line: Line) -> Instance:
-    """Reads one line, of whichever data set, into the one form.
+    """Parses one line of any data set.
 
     Raises:
-        ConfigError: names file, line, field, value and what was expected.
+        ConfigError: names file, line, field, value and the expected value.
     """
     try:
         raw = parse_json(line.data)
     except ValueError as error:
-        raise ConfigError(f"{line}: not JSON ({error}); expected one JSON object a line") from None
+        raise ConfigError(f"{line}: not JSON ({error}); expected one JSON object per line") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{line}: holds {type(raw).__name__}; expected a JSON object with instance_id, repo, …")
+        raise ConfigError(f"{line}: contains {type(raw).__name__}; expected a JSON object with instance_id, repo, …")
     try:
         return _instance(line, raw)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a field that is of another kind inside
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a nested field has the wrong type
         raise ConfigError(
-            f"{line}: of no data set that is known ({error!r:.200}); expected SWE-bench's fields"
+            f"{line}: belongs to no known data set ({error!r:.200}); expected SWE-bench's fields"
         ) from None
 
 
@@ -182,18 +184,18 @@ def _text(line: Line, key: str, value: Any) -> str:
 
 
 def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
-    """Returns a text that can be put into a file and, unless it may hold a zero byte, on a command line."""
+    """Returns a text that can be written to a file and, unless ``nul``, passed on a command line."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise line.error(key, text, "text in UTF-8, without half of a surrogate pair") from None
+        raise line.error(key, text, "valid UTF-8, without lone surrogates") from None
     if "\0" in text and not nul:
         raise line.error(key, text, "a text without a zero byte")
     return text
 
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
-    """Test names: a list, or a list written as JSON or Python."""
+    """Returns test names from a list, or from a list written as JSON or Python."""
     found = literal(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise line.error(key, value, "a list of test names")

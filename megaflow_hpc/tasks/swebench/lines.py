@@ -1,7 +1,7 @@
-"""Tasks made of lines of a JSONL file.
+"""Makes tasks from lines of a JSONL file.
 
-A task holds where its line is and what the line's bytes hash to, not the line: patches and tests stay out of what
-agents and ``run.json`` see, and a file that was edited after the campaign was planned is noticed.
+A task stores the position and the hash of its line, not the line. So agents and ``run.json`` do not see patches and
+tests, and an edit of the file after planning is detected.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from megaflow_hpc.tasks.swebench.instances import Instance, parse, read_instance
 from megaflow_hpc.types import Task
 
 AGENT_S = 1800.0
-VERIFIER_S = 1800.0
-"""The time SWE-bench's own evaluation gives a test run."""
+VERIFIER_TIMEOUT_S = 1800.0
+"""Timeout in seconds of a test run in SWE-bench's own evaluation."""
 
 
 class LineSource(Struct, frozen=True, omit_defaults=True):
-    """Where a task's line is, and how it is tested; as a plain mapping it is ``task.metadata["swebench"]``."""
+    """The position of a task's line and its runner, stored as a plain mapping in ``task.metadata["swebench"]``."""
 
     file: str
     line: int
-    """From 1."""
+    """Number of the line, from 1."""
     offset: int
     """Bytes before the line."""
     bytes: int
     sha256: str
-    """Digest of the line's bytes, its end included."""
+    """Digest of the line's bytes, including the line end."""
     runner: str = ""
-    """``script`` or ``named``; empty until it is settled."""
+    """``script`` or ``named``; empty before planning has decided."""
 
     @classmethod
     def of(cls, task: Task) -> Self:
-        """The source that a task carries."""
+        """Returns the source of a task."""
         return msgspec.convert(task.metadata["swebench"], cls)
 
     def put(self, task: Task) -> Task:
-        """The task with this source instead of its own."""
+        """Returns the task with this source in the place of its own."""
         return replace(task, metadata={**task.metadata, "swebench": msgspec.to_builtins(self)})
 
 
 def to_task(line: Line, instance: Instance) -> Task:
-    """The task of an instance. How its tests are run is settled by :func:`~megaflow_hpc.tasks.swebench.plan.settle`."""
+    """Returns the task of an instance. :func:`~megaflow_hpc.tasks.swebench.plan.settle` decides how its tests run."""
     env = {}
     if "sweb.eval" in instance.image or "swesmith" in instance.image:
         env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
@@ -65,7 +65,7 @@ def to_task(line: Line, instance: Instance) -> Task:
         workdir=instance.workdir,
         env=env,
         agent_timeout_s=AGENT_S,
-        verifier_timeout_s=VERIFIER_S,
+        verifier_timeout_s=VERIFIER_TIMEOUT_S,
         metadata={"repo": instance.repo, "version": instance.version},
     )
     return source.put(task)
@@ -83,7 +83,7 @@ def load(task: Task) -> Instance:
     """Reads the instance of a task from its line.
 
     Raises:
-        SandboxError: the file is gone, or the line is not what it was when the task was made.
+        SandboxError: the file is missing, or the line has changed since planning.
     """
     source = LineSource.of(task)
     try:
@@ -93,10 +93,10 @@ def load(task: Task) -> Instance:
     except OSError as error:
         raise SandboxError(f"task {task.id}: {source.file} cannot be read ({error.strerror})") from error
     if hashlib.sha256(data).hexdigest() != source.sha256:
-        raise SandboxError(f"task {task.id}: {source.file} was changed since this was planned; plan it again")
+        raise SandboxError(f"task {task.id}: {source.file} has changed since planning; plan a new campaign")
     return parse(Line(Path(source.file), source.line, source.offset, data))
 
 
 def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
-    """Makes a task of every line of a file; ``plan.settle`` makes those that are used ready to run."""
+    """Makes a task of every line of a file; ``plan.settle`` makes the chosen ones ready to run."""
     return [to_task(line, instance) for line, instance in read_instances(path)]

@@ -1,21 +1,21 @@
-"""The ``swebench`` package's own test commands, log parsers and grading, in a process of its own.
+"""Runs the ``swebench`` package's own test commands, log parsers and grading in a separate process.
 
-Run as a script by :mod:`~megaflow_hpc.tasks.swebench.plan`: one JSON request on standard input, one JSON answer
-on standard output. A child, because the package's regular expressions run over what hostile code printed (a parser that
-never ends is killed), and because importing the package as it is meant to be takes seconds: its ``__init__`` files pull
-in docker, datasets and modal. Here those files are left out, and such libraries are stood in for by empty modules; what
-remains is pure Python, starts in a tenth of a second and needs nothing but ``swebench`` itself and ``unidiff``.
+:mod:`~megaflow_hpc.tasks.swebench.plan` runs it as a script: one JSON request on standard input, one JSON answer on
+standard output. A child process is needed, because the package's regular expressions parse the output of hostile code;
+a parser that does not end is killed. Also, a normal import of the package takes seconds, because its ``__init__`` files
+import docker, datasets and modal. This script skips those files and replaces such libraries by empty modules. The rest
+is pure Python, starts in a tenth of a second and needs only ``swebench`` and ``unidiff``.
 
-Version 4 of the package knows the test commands of its repositories, version 5 takes them from the data set
-(``eval_script``, ``log_parser``, ``eval_type``); both are served. Requests::
+Version 4 of the package knows the test commands of its repositories. Version 5 takes them from the data set
+(``eval_script``, ``log_parser``, ``eval_type``). Both are supported. Requests::
 
     {"op": "plan", "instances": [{…}, …]}
         → {"plans": [{"eval_script": str, "log_parser": str, "eval_type": str}, …]}
     {"op": "grade", "instance": {…}, "plan": {…}, "log": path}
         → {"resolved": bool, "tests": {"FAIL_TO_PASS": {"success": […], "failure": […]}, …}}
 
-A plan's ``error`` says what the package does not know; ``missing`` names a package that is not installed. Imports the
-standard library only.
+A plan's ``error`` says what the package does not know; ``missing`` names a package that is not installed. This module
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from typing import Any
 
 HARNESS = "swebench.harness"
 ABSENT = frozenset({"bs4", "datasets", "docker", "dotenv", "ghapi", "git", "modal", "requests", "tenacity", "tqdm"})
-"""Libraries that only the parts of the package we leave out use."""
+"""Libraries that only the skipped parts of the package use."""
 PARSERS = ("python", "javascript", "c", "go", "java", "php", "ruby", "rust")
 
 
 class _Absent(types.ModuleType):
-    """A module whose every name is a class that does nothing."""
+    """A module in which every name is a class that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,7 +47,7 @@ class _Absent(types.ModuleType):
 
 
 class _Finder:
-    """Finds empty modules in the place of :data:`ABSENT`, installed or not."""
+    """Finds empty modules for :data:`ABSENT`, even if the real ones are installed."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
@@ -79,12 +79,12 @@ def prepare_import() -> None:
 
 
 def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]:
-    """Every log parser by its function's name, and the name for each repository that has one."""
+    """Returns every log parser by its function's name, and the parser's name by repository."""
     named: dict[str, Callable[..., dict[str, str]]] = {}
     by_repo: dict[str, str] = {}
     for language in PARSERS:
         module = importlib.import_module(f"{HARNESS}.log_parsers.{language}")
-        # Under the name it has in its module: parse_log_flask is the same function as parse_log_pytest.
+        # Use the name in the module: parse_log_flask is the same function as parse_log_pytest.
         known = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
         named |= known
         for attribute, mapping in vars(module).items():
@@ -96,7 +96,7 @@ def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]
 
 
 def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Version 4: how the repository was set up and is tested at the instance's ``version``."""
+    """Returns version 4's specification: set-up and tests of the repository at the instance's ``version``."""
     constants = importlib.import_module(f"{HARNESS}.constants")
     by_repo = getattr(constants, "MAP_REPO_VERSION_TO_SPECS", {})
     found = by_repo.get(instance["repo"], {}).get(str(instance.get("version")))
@@ -104,7 +104,7 @@ def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """How this instance is tested and graded; ``eval_script`` is empty where the package has no command for it."""
+    """Returns how an instance is tested and graded. ``eval_script`` is empty if the package has no command for it."""
     named, by_repo = parsers()
     constants = importlib.import_module(f"{HARNESS}.constants")
     fail_only = instance["repo"] in getattr(constants, "FAIL_ONLY_REPOS", ())
@@ -123,7 +123,7 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`plan`; what the package cannot make of one instance (a broken test_patch) is that one's error."""
+    """Returns :func:`plan`, or an error if the package cannot process this instance (such as a broken test_patch)."""
     try:
         return plan(instance)
     except ModuleNotFoundError:
@@ -134,7 +134,7 @@ def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Specification:
-    """What the package's grading reads of its own ``TestSpec``, for both versions."""
+    """The fields of the package's ``TestSpec`` that its grading reads, for both versions."""
 
     instance_id: str
     repo: str
@@ -146,7 +146,7 @@ class Specification:
 
 
 def grade(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The package's own verdict on a test log, ``get_eval_report``; its file handling included."""
+    """Returns the package's own verdict on a test log, by ``get_eval_report``."""
     grading: Any = importlib.import_module(f"{HARNESS}.grading")
     instance = request["instance"]
     chosen = request["plan"]
@@ -163,7 +163,7 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
     if hasattr(grading, "PARSER_REGISTRY"):
         grading.PARSER_REGISTRY = {**grading.PARSER_REGISTRY, chosen["log_parser"]: parser}
     else:
-        # Version 4 looks everything up by repository and version, which only its own repositories have.
+        # Version 4 looks up everything by repository and version, which works only for its own repositories.
         repo, version = specification.repo, specification.version
         grading.MAP_REPO_TO_PARSER = {**grading.MAP_REPO_TO_PARSER, repo: parser}
         known = grading.MAP_REPO_VERSION_TO_SPECS.get(repo, {})
@@ -176,9 +176,9 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Answers the request on standard input, to ``plan`` or to ``grade``; names a package that is ``missing``."""
+    """Answers the request on standard input: ``plan`` or ``grade``. The answer may name a ``missing`` package."""
     request = json.load(sys.stdin)
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever the package prints
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep the package's own output out of the answer
     try:
         prepare_import()
         if request["op"] == "plan":

@@ -1,9 +1,9 @@
-"""How the instances a campaign chose will be tested: asked of the ``swebench`` package when the campaign is planned.
+"""Decides during planning, with the ``swebench`` package, how the chosen instances are tested.
 
-* a line with ``eval_script`` or ``test_cmd``, and repositories that the package knows: runner ``script``;
-* pytest ids of any other repository, or ``runner: named``: runner ``named``, which needs no package.
+* Lines with ``eval_script`` or ``test_cmd``, and repositories that the package knows, use the runner ``script``.
+* Pytest ids of other repositories, and lines with ``runner: named``, use the runner ``named``, which needs no package.
 
-What neither can run is refused here, with its line, and not in a thousand rollouts.
+Instances that neither can run are refused here with their line, and not later in a thousand rollouts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megaflow_hpc.tasks.swebench.instances import Instance
 from megaflow_hpc.tasks.swebench.lines import LineSource, load
 from megaflow_hpc.types import Task
 
-INSTALL = "pip install 'megaflow-hpc[swebench]' (or only what is used of it: pip install --no-deps swebench unidiff)"
-GRADE_S = 120.0
-"""A log that its parser is not through with by then is a failed one."""
+INSTALL = "pip install 'megaflow-hpc[swebench]' (or only the used packages: pip install --no-deps swebench unidiff)"
+PARSER_TIMEOUT_S = 120.0
+"""Timeout in seconds of a log parser. A log that is not parsed by then counts as failed."""
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -33,15 +33,15 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: the package is not installed.
-        TimeoutError, RuntimeError: a parser did not come to an end, or failed.
+        TimeoutError, RuntimeError: a parser did not end, or failed.
     """
     command = [sys.executable, "-P", package.__file__]
     try:
         done = subprocess.run(
-            command, input=json.dumps(request).encode(), capture_output=True, timeout=GRADE_S, check=False
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=PARSER_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the log parser was not through after {GRADE_S:g} s") from None
+        raise TimeoutError(f"the log parser took longer than {PARSER_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise RuntimeError(f"the swebench package failed: {done.stderr.decode(errors='replace').strip()[-1000:]}")
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -51,12 +51,12 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_pytest_ids(instance: Instance) -> bool:
-    """Whether pytest could run the instance's tests by their ids."""
+    """Returns whether pytest could run the instance's tests by their ids."""
     return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
 
 
 def settle(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks with the runner of each, having made sure that all can be tested and graded here.
+    """Returns the tasks with their runners, and checks that all of them can be tested and graded here.
 
     Raises:
         ConfigError: names the line, what is missing and the remedies.
@@ -85,7 +85,7 @@ def _where(task: Task) -> str:
 
 
 def request_fields(instance: Instance) -> dict[str, Any]:
-    """The fields of an instance that the package needs: without solutions and statement."""
+    """Returns the fields of an instance that the package needs, without solutions and statement."""
     return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
 
 

@@ -1,12 +1,12 @@
-"""How an instance of a SWE-bench style file is prepared, solved and judged in a sandbox.
+"""Prepares, solves and judges an instance of a SWE-bench style file in a sandbox.
 
-As in SWE-bench itself, what an agent submits is its *patch*: the difference between the checkout as it was handed out
-and as it was left. Everything else the agent did is thrown away: the sandbox is reset to the image, the patch applied,
-then the tests of ``test_patch``, and the tests run. An agent can tamper with its own container as it likes.
+As in SWE-bench, an agent submits its *patch*: the difference between the checkout before and after its work. Its other
+changes are discarded. The sandbox is reset to the image, the patch and then ``test_patch`` are applied, and the tests
+run. So it does not matter how the agent tampers with its own container.
 
-Who reads the outcome was settled when the campaign was planned (:mod:`.plan`): a ``script`` between SWE-bench's
-markers has its log parsed and graded by the ``swebench`` package's own code; ``named`` tests are run by pytest by their
-ids, with outcomes from its own reports (:mod:`named_tests`).
+Planning has decided how outcomes are read (:mod:`.plan`). With ``script``, the ``swebench`` package parses and grades
+the log between SWE-bench's markers. With ``named``, pytest runs the tests by their ids, and the outcomes come from its
+own reports (:mod:`named_tests`).
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from megaflow_hpc.tasks.swebench.plan import ask, request_fields
 from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
-LOG_LIMIT = 32 << 20
-"""Bytes kept of a test run's output."""
-STEP_S = 300.0
-"""For git at work on a checkout."""
-PLACE = "/.megaflow-swebench"
-"""Where the verification's own files lie in the sandbox, after the agent is gone."""
-START = "refs/megaflow-hpc/start"
-"""The checkout as it was handed out, for the verifier's scripts."""
+MAX_LOG_BYTES = 32 << 20
+"""Maximum bytes kept of a test run's output."""
+GIT_TIMEOUT_S = 300.0
+"""Timeout in seconds of git on a checkout."""
+OWN_FILES = "/.megaflow-swebench"
+"""Directory of the verification's own files in the sandbox, created after the agent has ended."""
+START_REF = "refs/megaflow-hpc/start"
+"""Reference to the original checkout, for the verifier's scripts."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
-"""SWE-bench's, which its grading looks for."""
+"""Markers in the log that SWE-bench's grading looks for."""
 
 
 # --- before and instead of the agent --------------------------------------------------------------------------------
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
-    """Checks that the image holds the checkout, and puts a SWE-smith bug in.
+    """Checks that the image contains the checkout, and applies a SWE-smith bug.
 
     Raises:
-        SandboxError: this image is not the instance's, or the file was changed.
+        SandboxError: the image does not belong to the instance, or the file has changed.
     """
     instance = load(task)
     await _hand_out(task, instance, sandbox, for_agent=True)
@@ -58,24 +58,28 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
 
 async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *, for_agent: bool) -> None:
     steps = [f"cd {shlex.quote(instance.workdir)}", f"{GIT} rev-parse -q --verify HEAD >/dev/null"]
-    mark = f"{GIT} update-ref {START} HEAD"
+    mark = f"{GIT} update-ref {START_REF} HEAD"
     if not instance.bug_patch:
         steps += [] if for_agent else [mark]
     else:
         await _upload(sandbox, {"bug.patch": instance.bug_patch})
-        # The tests that fail are taken from the agent, as SWE-smith does; the verifier's mark still has them.
+        # Remove the failing tests from the agent's checkout, as in SWE-smith. The verifier's reference still has them.
         files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
-        insert = [f"{GIT} apply --whitespace=nowarn {PLACE}/bug.patch", f"rm -rf -- {PLACE} {files}", f"{GIT} add -A"]
+        insert = [
+            f"{GIT} apply --whitespace=nowarn {OWN_FILES}/bug.patch",
+            f"rm -rf -- {OWN_FILES} {files}",
+            f"{GIT} add -A",
+        ]
         commit = f"{GIT} commit -q --no-verify -m 'Initial commit'"
         if for_agent:
-            # Without a trace in the history: the parent commit would be the solution.
+            # Rewrite the history, because the parent commit would be the solution.
             orphan = f"{GIT} checkout -q --orphan megaflow-start"
             others = f"{GIT} for-each-ref --format='delete %(refname)' | grep -v heads/megaflow-start"
             forget = [f"{GIT} reflog expire --expire=now --all", f"{GIT} gc -q --prune=now"]
             steps += [*insert, orphan, commit, f"{others} | {GIT} update-ref --stdin", *forget]
         else:
             steps += [mark, *insert, commit]
-    done = await sandbox.exec(" && ".join(steps), cwd="/", timeout_s=STEP_S)
+    done = await sandbox.exec(" && ".join(steps), cwd="/", timeout_s=GIT_TIMEOUT_S)
     if done.exit_code:
         raise SandboxError(
             f"task {task.id}: {instance.workdir} in image {task.image} is not the instance's checkout: "
@@ -90,16 +94,17 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
     if not patch:
         raise ConfigError(f"task {task.id}: its line has no patch; the oracle agent needs one")
     await _upload(sandbox, {"solution.patch": patch})
-    script = f"cd {shlex.quote(instance.workdir)} && {GIT} apply --whitespace=nowarn {back}{PLACE}/solution.patch"
-    return await sandbox.exec(f"{script}; status=$?; rm -rf {PLACE}; exit $status", cwd="/", timeout_s=STEP_S)
+    apply = f"{GIT} apply --whitespace=nowarn {back}{OWN_FILES}/solution.patch"
+    script = f"cd {shlex.quote(instance.workdir)} && {apply}; status=$?; rm -rf {OWN_FILES}; exit $status"
+    return await sandbox.exec(script, cwd="/", timeout_s=GIT_TIMEOUT_S)
 
 
 async def _upload(sandbox: ApptainerSandbox, files: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, text in files.items():
-            # Line ends belong to a patch.
+            # line ends belong to a patch
             Path(scratch, name).write_bytes(text.encode("utf-8", "surrogateescape"))
-        await sandbox.upload(scratch, PLACE)
+        await sandbox.upload(scratch, OWN_FILES)
 
 
 def _files_of(tests: Sequence[str]) -> list[str]:
@@ -110,16 +115,16 @@ def _files_of(tests: Sequence[str]) -> list[str]:
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, patch: checkout.Patch | None) -> Verdict:
-    """Judges the agent's patch by the tests, on a clean image: reward 1 if resolved, else 0.
+    """Judges the agent's patch by the tests on a clean image: reward 1 if resolved, else 0.
 
-    ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests of either list that are as they should be.
+    ``fail_to_pass`` and ``pass_to_pass`` are the shares of tests in each list with the expected outcome.
 
     Raises:
-        SandboxError: the sandbox was lost, or the instance's file was changed.
+        SandboxError: the sandbox was lost, or the instance's file has changed.
     """
     instance = load(task)
     if patch is None:
-        return _unresolved(f"{instance.workdir} is no git checkout any more")
+        return _unresolved(f"{instance.workdir} is no longer a git checkout")
     if patch.error and not patch.data:
         return _unresolved(patch.error)
     await sandbox.reset()
@@ -127,7 +132,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, patch: checkout.Patch | 
 
 
 async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> Verdict:
-    """``patch`` on a clean image."""
+    """Judges ``patch`` on a clean image."""
     await _hand_out(task, instance, sandbox, for_agent=False)
     if patch:
         applied = await _apply(instance, patch, sandbox)
@@ -154,14 +159,14 @@ def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
 
 
 async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
-    """By the same commands, in the same order, as SWE-bench's harness."""
+    """Applies a patch with the same commands in the same order as SWE-bench's harness."""
     await _upload(sandbox, {"model.patch": patch.decode("utf-8", "surrogateescape")})
     clean = f"{{ {GIT} checkout -q -- .; {GIT} clean -fdq; }} 2>/dev/null"
     tries = [f"{GIT} apply --verbose {option}" for option in ("", "--3way ", "--reject ")]
     tries.append("patch --batch --forward --fuzz=5 -p1 -i ")
-    script = f"; {clean}; ".join(f"{command}{PLACE}/model.patch && exit 0" for command in tries)
+    script = f"; {clean}; ".join(f"{command}{OWN_FILES}/model.patch && exit 0" for command in tries)
     return await sandbox.exec(
-        f"cd {shlex.quote(instance.workdir)} || exit 1; {script}; exit 1", cwd="/", timeout_s=STEP_S
+        f"cd {shlex.quote(instance.workdir)} || exit 1; {script}; exit 1", cwd="/", timeout_s=GIT_TIMEOUT_S
     )
 
 
@@ -170,11 +175,11 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
     script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
-    done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
+    done = await _run(task, instance, sandbox, f"bash {OWN_FILES}/eval.sh")
     if (verdict := _cut_off(task, done)) is not None:
         return verdict
     with tempfile.NamedTemporaryFile() as log:
-        # The package reads its log as strict UTF-8.
+        # the package reads its log as strict UTF-8
         log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
         log.flush()
         request = {"op": "grade", "instance": request_fields(instance), "plan": plan, "log": log.name}
@@ -200,7 +205,7 @@ def _share(tests: dict[str, Any], kind: str) -> float:
 def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done: ExecResult) -> Verdict:
     reward = float(resolved)
     rewards = {"reward": reward} | {kind.lower(): share for kind, share in shares.items()}
-    problems_text = "".join(f"not as it should be: {problem}\n" for problem in problems[:100])
+    problems_text = "".join(f"unexpected outcome: {problem}\n" for problem in problems[:100])
     return Verdict(
         reward=reward, rewards=rewards, output=f"{problems_text}{done.stdout}\n--- stderr ---\n{done.stderr}"
     )
@@ -208,23 +213,26 @@ def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done
 
 async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, command: str) -> ExecResult:
     env = dict(instance.env or {})
-    if f"{home_of(sandbox.spec)}/".startswith(f"{instance.workdir.rstrip('/')}/"):  # the patch writes to it
-        env = {"HOME": f"{PLACE}/home", **env}
+    if f"{home_of(sandbox.spec)}/".startswith(
+        f"{instance.workdir.rstrip('/')}/"
+    ):  # the patch writes to the home directory
+        env = {"HOME": f"{OWN_FILES}/home", **env}
     if sandbox.spec.network != "host":
-        # Scripts install the checkout anew; without a network pip must not look for a build back end there.
+        # Scripts reinstall the checkout. Without a network, pip must not try to fetch a build back end.
         env = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **env}
-    # One stream, as SWE-bench's harness reads it; its scripts expect no login shell's environment.
+    # One stream, as in SWE-bench's harness. Its scripts expect no login shell.
     return await sandbox.exec(
-        f"unset BASH_ENV; rm -rf {PLACE}/home; mkdir -p {PLACE}/home; exec {command} 2>&1",
+        f"unset BASH_ENV; rm -rf {OWN_FILES}/home; mkdir -p {OWN_FILES}/home; exec {command} 2>&1",
         cwd=instance.workdir,
         env=env,
         timeout_s=task.verifier_timeout_s,
-        output_limit=LOG_LIMIT,
+        output_limit=MAX_LOG_BYTES,
     )
 
 
 def _marked(eval_script: str) -> str:
-    """An ``eval_script`` that also tells the test command's exit status, which version 5 compares with the log."""
+    """Returns an ``eval_script`` that also prints the test command's exit status, which version 5 compares with the
+    log."""
     if not eval_script or MARKERS[2] in eval_script:
         return eval_script
     lines = eval_script.split("\n")
@@ -236,24 +244,24 @@ def _marked(eval_script: str) -> str:
 
 
 def _place_tests(instance: Instance) -> list[str]:
-    """Shell lines that put the tests in place, whatever the agent's patch made of their files."""
+    """Returns shell lines that restore the test files, no matter how the agent's patch changed them."""
     lines = [
         f"cd {shlex.quote(instance.workdir)}",
         f"git config --global --add safe.directory {shlex.quote(instance.workdir)}",
     ]
     activate = "/opt/miniconda3/bin/activate"
     lines.insert(0, f"if [ -f {activate} ]; then source {activate} && conda activate testbed; fi")
-    if instance.bug_patch:  # handed out without them
+    if instance.bug_patch:  # the agent's checkout did not have them
         files = [shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS)]
-        return [*lines, f"git checkout {START} -- {' '.join(files)}"]
+        return [*lines, f"git checkout {START_REF} -- {' '.join(files)}"]
     names = list(dict.fromkeys(re.findall(r"^diff --git a/.*? b/(.*)$", instance.test_patch, re.MULTILINE)))
     for name in map(shlex.quote, names):
-        lines.append(f"rm -rf -- {name}; git checkout {START} -- {name} 2>/dev/null")
-    return [*lines, f"git apply -v --whitespace=nowarn {PLACE}/test.patch"] if instance.test_patch else lines
+        lines.append(f"rm -rf -- {name}; git checkout {START_REF} -- {name} 2>/dev/null")
+    return [*lines, f"git apply -v --whitespace=nowarn {OWN_FILES}/test.patch"] if instance.test_patch else lines
 
 
 def _script(instance: Instance) -> str:
-    """What SWE-bench's harness would run, for a ``test_cmd``."""
+    """Returns the script that SWE-bench's harness would run for a ``test_cmd``."""
     files = re.findall(r"^diff --git a/.*? b/(.*\.py)$", instance.test_patch, re.MULTILINE)
     files = files or _files_of(instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
     command = instance.test_cmd
@@ -267,15 +275,15 @@ def _script(instance: Instance) -> str:
 async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
     wanted = [*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS]
     arguments = ["-p", "no:cacheprovider", "-rA", "--tb=short", *named_tests.selection(wanted)]
-    run = f'"$python" {PLACE}/named_tests.py --record {PLACE}/outcomes.json {shlex.join(arguments)}'
+    run = f'"$python" {OWN_FILES}/named_tests.py --record {OWN_FILES}/outcomes.json {shlex.join(arguments)}'
     find = "python=$(command -v python || command -v python3)"
     script = "\n".join(["#!/bin/bash", *_place_tests(instance), find, f"exec {run}"])
     recorder = Path(named_tests.__file__).read_text()
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch, "named_tests.py": recorder})
-    done = await _run(task, instance, sandbox, f"bash {PLACE}/eval.sh")
+    done = await _run(task, instance, sandbox, f"bash {OWN_FILES}/eval.sh")
     if (verdict := _cut_off(task, done)) is not None:
         return verdict
-    read = await sandbox.exec(["cat", f"{PLACE}/outcomes.json"], cwd="/", timeout_s=60, output_limit=LOG_LIMIT)
+    read = await sandbox.exec(["cat", f"{OWN_FILES}/outcomes.json"], cwd="/", timeout_s=60, output_limit=MAX_LOG_BYTES)
     try:
         found = parse_json(read.stdout_bytes)
         outcomes = {str(test): str(outcome) for test, outcome in found.items()}
@@ -286,9 +294,9 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
 
 
 def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
-    """Judges outcomes by test id: what keeps them from a reward, and the share of either list that is as it should be.
+    """Returns the problems that prevent a reward, and the share of each list with the expected outcome.
 
-    As SWE-bench: a test that must be mended has passed; one that must be kept has passed or was skipped.
+    As in SWE-bench, a ``FAIL_TO_PASS`` test must pass. A ``PASS_TO_PASS`` test must pass or be skipped.
     """
     problems: list[str] = []
     shares: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Data algorithms between rollouts and a trainer: pure functions of groups of samples, seeded, with states in JSON.
+"""Data algorithms between rollouts and a trainer: seeded pure functions of groups of samples, with state in JSON.
 
-Samples with rewards and versions come in; out come the groups that a step trains on, what is dropped and why, an
-advantage and a weight for each sample, and the tasks to ask for next. :func:`choose`, :func:`advantages` and
-:class:`Prompts` are the doors; nothing here opens a file, knows a clock or imports torch.
+The input is samples with rewards and versions. The output is the groups that a step trains on, dropped samples with
+their causes, an advantage and a weight for each sample, and the tasks to request next. The public functions are
+:func:`choose`, :func:`advantages` and :class:`Prompts`. Nothing here opens a file, reads a clock or imports torch.
 """
 
 from megaflow_hpc.training.algorithms.advantage import advantages

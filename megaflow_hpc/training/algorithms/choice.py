@@ -1,8 +1,8 @@
-"""What one step trains on: the steps of ``data``, one after the other, on as many groups as a batch has tasks.
+"""Chooses the groups of one step: applies the steps of ``data`` in order.
 
-A step settles ``want`` groups, be they trained on or dropped: as many as are asked for at a time. So what is dropped
-makes a step smaller, and never makes a later one wait for groups that nobody asks for; or, with ``batch.refill``, who
-plans settles more groups until the step is full.
+A step settles ``want`` groups, whether it trains on them or drops them. This is also the number of groups requested
+for each step. So dropped groups make a step smaller, but no later step waits for groups that nobody requested. With
+``batch.refill``, the planner settles more groups until the step is full.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of the groups that were there."""
+    """The result of choosing the groups of a step."""
 
     taken: tuple[SampleGroup, ...]
-    """Trained on, in this order; each with the samples that are left, their penalties and weights."""
+    """Groups to train on, in this order, each with its remaining samples, their penalties and weights."""
     drops: dict[str, str]
-    """Id → cause: of a sample that has left its group, of a group that is not taken."""
+    """Id of a dropped sample or group → cause."""
     left: tuple[SampleGroup, ...]
-    """Not looked at yet; they wait for a later step."""
+    """Groups that wait for a later step."""
     replayed: tuple[SampleGroup, ...]
-    """Trained on again, of those handed in."""
+    """Groups of ``replayed`` that the step trains on again."""
     state: dict[str, Any]
-    """For the next call."""
+    """State for the next call."""
 
 
 def choose(
@@ -49,7 +49,7 @@ def choose(
     advantage: AdvantageConfig | None = None,
     pass_threshold: float = 1.0,
 ) -> Choice:
-    """Chooses what one step trains on.
+    """Chooses the groups that one step trains on.
 
     Args:
         config: the section ``training``, of which ``data`` counts.
@@ -64,7 +64,7 @@ def choose(
         pass_threshold: Reward from which a rollout has passed.
 
     Raises:
-        ConfigError: a reward is infinite, or no rollout has one of the rewards that are named.
+        ConfigError: a reward is infinite, or no rollout has a reward of a given name.
     """
     compared = advantage or AdvantageConfig()
     staleness = next((step.staleness for step in config.data if step.staleness is not None), None)

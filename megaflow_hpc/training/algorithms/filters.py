@@ -1,4 +1,4 @@
-"""Which groups and samples are not trained on. Each function takes groups, and writes what it drops, and why, down.
+"""Filters groups and samples out of a step. Each function takes groups, and records every drop with its cause.
 
 ================  ==================================================================================================
 always            what failed, was cancelled, has no reward or sampled nothing leaves its group; the others stay a group
@@ -9,7 +9,7 @@ always            what failed, was cancelled, has no reward or sampled nothing l
                   ``_pop_one``
 ================  ==================================================================================================
 
-A group that is not taken is dropped by its own id, each sample that has left one by the sample's.
+A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STALE = "stale"
 NOTHING_SAMPLED = "nothing sampled"
 NO_REWARD = "no reward"
 
-LEAST = 2
-"""Samples of a group: one has nothing to be compared with."""
+MIN_SAMPLES = 2
+"""Smallest number of samples in a group; a single sample has nothing to be compared with."""
 
 Drops = dict[str, str]
 
 
 def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
-    """Keeps the samples that were verified and have at least one sampled token.
+    """Keeps the verified samples that have at least one sampled token.
 
     Raises:
         ConfigError: a reward is infinite, or no sample has a reward that ``advantage.rewards`` names.
@@ -48,7 +48,7 @@ def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: 
 
 
 def _lack(sample: Sample) -> str:
-    """Why a sample cannot be compared with others; empty if it can."""
+    """Returns the reason why a sample cannot be compared; empty if it can."""
     if sample.status == "failed":
         return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
     if sample.status == "cancelled":
@@ -63,17 +63,17 @@ def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
         if verified and all(name not in sample.rewards for sample in verified):
             known = ", ".join(sorted({name for sample in verified for name in sample.rewards})) or "none"
             raise ConfigError(
-                f"training: advantage.rewards: no rollout has a reward {name!r}; names that the verifiers gave: {known}"
+                f"training: advantage.rewards: no rollout has a reward {name!r}; the verifiers gave: {known}"
             )
 
 
 def varied(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
-    """Keeps the groups in which something of what is compared differs."""
+    """Keeps the groups whose compared values differ."""
     return _whole(groups, lambda group: "" if varies(group, advantage) else ZERO_VARIANCE, drops)
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
-    """Whether a group's samples differ in a value that has a weight."""
+    """Returns whether a group's samples differ in a value that has a weight."""
     values, weights = columns(group.samples, advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())
@@ -92,7 +92,7 @@ def within_pass_rates(
 
 
 def inside(rate: float, bounds: Range) -> bool:
-    """Whether a pass rate lies in a range."""
+    """Returns whether a pass rate is inside a range."""
     lower, upper, kind = bounds
     return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
 
@@ -122,4 +122,4 @@ def _samples(groups: Iterable[SampleGroup], lack: Callable[[Sample], str], drops
         causes = {sample.id: cause for sample in group.samples if (cause := lack(sample))}
         drops |= causes
         kept.append(group.only(tuple(sample for sample in group.samples if sample.id not in causes)))
-    return _whole(kept, lambda group: ALONE if len(group.samples) < LEAST else "", drops)
+    return _whole(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)

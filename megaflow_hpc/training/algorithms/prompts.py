@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaflow_hpc.config.data_algorithms import PromptsConfig
-from megaflow_hpc.training.algorithms.filters import LEAST, inside
+from megaflow_hpc.training.algorithms.filters import MIN_SAMPLES, inside
 from megaflow_hpc.training.algorithms.rewards import reward
 from megaflow_hpc.training.algorithms.samples import SampleGroup
 
@@ -178,7 +178,7 @@ class Prompts:
             came_again = came_again or group.task in known
             found = self._updated(known.get(group.task), rewards)
             known[group.task] = found
-            if len(rewards) >= LEAST:
+            if len(rewards) >= MIN_SAMPLES:
                 total, easy, hard = total + 1, easy + (found.streak > 0), hard + (found.streak < 0)
         learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in known.items()}, "again": came_again}
         if self._config.greso:
@@ -194,7 +194,7 @@ class Prompts:
         rate = passed / len(rewards)
         before = known or Known(recent=rate)
         streak = before.streak
-        if len(rewards) >= LEAST:
+        if len(rewards) >= MIN_SAMPLES:
             sign = 0 if len(set(rewards)) > 1 else 1 if passed else -1
             streak = sign * (abs(streak) + 1 if streak * sign > 0 else 1)
         return Known(

@@ -1,4 +1,4 @@
-"""Groups that are trained on a further time (AstraFlow, ``dataflow/replay_selectors.py`` and ``data_serving.py``).
+"""Chooses groups to train on again (AstraFlow, ``dataflow/replay_selectors.py`` and ``data_serving.py``).
 
 AstraFlow replays a group without end. Here a group is replayed once, and a bound on staleness holds for it, too.
 """
@@ -12,7 +12,7 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
 def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Mapping[str, int]) -> list[SampleGroup]:
-    """Returns the groups that may come again, of ``replayed`` (the latest last)."""
+    """Returns the groups of ``replayed`` (the latest last) that may be replayed again."""
     latest = replayed[max(len(replayed) - config.size, 0) :]
     return [group for group in latest if not times.get(group.id, 0)]
 

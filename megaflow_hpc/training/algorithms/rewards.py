@@ -1,13 +1,14 @@
-"""What a sample's rewards come to: several of them combined, and what steps of ``data`` add.
+"""Combines the rewards of a sample, and applies the steps of ``data`` that change rewards and weights.
 
 ===================  ===============================================================================================
-``penalty``          an amount for rollouts that a limit has cut off: MegaFlow, appendix D.1 (-0.5)
-``overlong``         0 up to ``longest - buffer`` sampled tokens, then linearly to ``penalty`` at ``longest``: Yu et al.
-                     2025, DAPO, arXiv 2503.14476, section 3.4
-``shuffle``          the rewards of another rollout of the step, by lot
-``mask_unfinished``  such a rollout counts in its group with weight 0: DAPO, section 3.4 (over-long filtering)
-together             one column: the weighted sum of the rewards named, or the only one, with what was added
-apart                a column for each reward named, and one of weight 1 for what was added, compared each by itself:
+``penalty``          adds an amount to truncated rollouts: MegaFlow, appendix D.1 (-0.5)
+``overlong``         adds 0 up to ``longest - buffer`` sampled tokens, then falls linearly to ``penalty`` at
+                     ``longest``: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4
+``shuffle``          exchanges the rewards of the step's rollouts at random
+``mask_unfinished``  gives truncated rollouts weight 0; they still count in their group: DAPO, section 3.4
+                     (over-long filtering)
+together             compares one column: the weighted sum of the named rewards (or the only reward) plus penalties
+apart                compares a column for each named reward, and one of weight 1 for penalties, each separately:
                      Liu et al. 2026, GDPO, arXiv 2601.05242
 ===================  ===============================================================================================
 """
@@ -38,7 +39,7 @@ def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
 
 
 def shuffled(groups: Sequence[SampleGroup], random: np.random.Generator) -> list[SampleGroup]:
-    """Returns groups whose samples have changed rewards with one another; how many of each there are stays."""
+    """Returns groups whose samples have exchanged their rewards at random."""
     samples = [sample for group in groups for sample in group.samples]
     givers = iter([samples[place] for place in random.permutation(len(samples))])
 
@@ -71,10 +72,10 @@ def _each(group: SampleGroup, change: Callable[[Sample], Sample]) -> SampleGroup
 
 
 def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns what the samples are compared by.
+    """Returns the values by which the samples are compared.
 
     Returns:
-        (n, k) values, NaN where a sample lacks one, and the weights (k) of the columns.
+        Values (n, k), NaN if a sample lacks one, and the weights (k) of the columns.
 
     Raises:
         ConfigError: a reward is infinite.
@@ -104,5 +105,5 @@ def reward(sample: Sample, name: str | None = None) -> float:
         found = math.nan
     if math.isinf(found):
         what = "reward" if name is None else f"reward {name!r}"
-        raise ConfigError(f"{sample.id}: {what} is {found}; a verifier must give a finite number: correct the task's")
+        raise ConfigError(f"{sample.id}: {what} is {found}, expected a finite number; correct the task's verifier")
     return found

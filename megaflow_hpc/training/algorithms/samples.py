@@ -1,4 +1,4 @@
-"""What data algorithms see of rollouts: samples, and the groups that they are compared in."""
+"""Samples and their groups: the view that data algorithms have of rollouts."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ class Sample:
     status: str
     """``completed``, ``truncated``, ``failed`` or ``cancelled``."""
     error_kind: str
-    """Whose fault a failure is; empty without one."""
+    """Kind of the error of a failed rollout; empty without an error."""
     reward: float
-    """NaN unless verified."""
+    """NaN if not verified."""
     rewards: Mapping[str, float]
-    """What its verifier said, by name."""
+    """Rewards of the verifier by name."""
     oldest: int
-    """Ordinal of the oldest version that sampled a token of it; -1: nothing was sampled."""
+    """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     newest: int
-    """The same of the newest."""
+    """Ordinal of the newest version that sampled a token; -1 if nothing was sampled."""
     tokens: int
     """Sampled tokens."""
     longest: int
-    """Tokens of its longest sequence, prompt included."""
+    """Tokens of the longest sequence, including the prompt."""
     time_ns: int
-    """When it became durable, in nanoseconds since 1970."""
+    """Time when the rollout became durable, in nanoseconds since 1970."""
     penalty: float = 0.0
-    """What steps of ``data`` have added to its reward."""
+    """Sum of the penalties from steps of ``data``, added to the reward."""
     weight: float = 1.0
-    """Weight of its tokens in the loss; 0: it counts in its group, and is not trained on."""
+    """Weight of its tokens in the loss. With 0 the sample counts in its group, but is not trained on."""
 
     @property
     def verified(self) -> bool:
-        """Whether there is a reward."""
+        """True if the sample has a reward."""
         return not math.isnan(self.reward)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """The samples of one task that are compared with one another, in one round."""
+    """The samples of one task in one round, which are compared with one another."""
 
     id: str
     task: str
     samples: tuple[Sample, ...]
-    """All of them, each settled: verified, failed or cancelled; once chosen, those that are left."""
+    """All samples, each verified, failed or cancelled; after choosing, the remaining ones."""
 
     def only(self, samples: tuple[Sample, ...]) -> SampleGroup:
         """Returns the group with some of its samples."""
@@ -60,10 +60,10 @@ class SampleGroup:
 
     @property
     def oldest(self) -> int:
-        """Ordinal of the oldest version that sampled a token of it; -1 where nothing was sampled."""
+        """Ordinal of the oldest version that sampled a token of the group; -1 if nothing was sampled."""
         return min((sample.oldest for sample in self.samples if sample.oldest >= 0), default=-1)
 
     @property
     def time_ns(self) -> int:
-        """When the last of its samples became durable."""
+        """Time when the last sample became durable."""
         return max((sample.time_ns for sample in self.samples), default=0)

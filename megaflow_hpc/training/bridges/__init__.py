@@ -1,4 +1,4 @@
-"""Other projects' trainers drink from the dataflow: in come its steps, out go batches in the form that each takes.
+"""Bridges that convert steps of the dataflow to the batches of other projects' trainers.
 
-Every bridge names the version of the project that it was written against. None of them is imported by anything here.
+Each bridge names the version of the project that it was written for. No other module of the package imports a bridge.
 """

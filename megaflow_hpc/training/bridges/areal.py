@@ -38,21 +38,23 @@ from megaflow_hpc.trajectories.reading.batch import padded_lines
 
 
 def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True) -> list[dict[str, NDArray[Any]]]:
-    """Returns a step's sequences that count by group, B lines padded to the right, to the group's longest (L).
+    """Returns the step's sequences by group, each group as B lines padded on the right to its longest sequence (L).
+
+    Sequences without a token to train on are left out.
 
     Args:
-        step: of a dataflow with one rank: AReaL's controller divides the list among ranks.
-        minibatch: only its part.
-        aligned: as ``ppo_update`` takes them, behind ``compute_advantages``; otherwise as a workflow returns them, for
-            AReaL to compute advantages of its own.
+        step: a step of a dataflow with one rank, because AReaL's controller divides the list among ranks.
+        minibatch: part of the step to convert; by default the whole step.
+        aligned: return the columns that ``ppo_update`` expects after ``compute_advantages``. Otherwise return those of
+            a workflow, so that AReaL computes its own advantages.
 
     Returns:
-        int32 ``input_ids`` and ``versions`` (ordinals; -1 where nothing was sampled), bool ``attention_mask``, int32
-        ``loss_mask``, float32 ``logprobs`` (0 where not sampled), all (B, L); float32 ``rewards`` (B). Aligned,
-        ``loss_mask`` is float32 and ``advantages``, ``returns``, ``kl_rewards``, ``tot_rewards`` are there, float32.
+        int32 ``input_ids`` and ``versions`` (ordinals; -1 if not sampled), bool ``attention_mask``, int32
+        ``loss_mask``, float32 ``logprobs`` (0 if not sampled), all (B, L); float32 ``rewards`` (B). With ``aligned``,
+        ``loss_mask`` is float32, and float32 ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` are added.
 
     Raises:
-        ConfigError: no token of the step counts, or the dataflow has several ranks.
+        ConfigError: the step has no token to train on, or the dataflow has several ranks.
     """
     groups = [list(lines) for _, lines in itertools.groupby(rows(step, minibatch), lambda row: row.rollout.group)]
     return [_aligned(lines) if aligned else _plain(lines) for lines in groups]
@@ -83,11 +85,11 @@ def _aligned(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:
     data["returns"] = data["advantages"].copy()
     data["kl_rewards"] = np.zeros_like(data["advantages"])
     data["tot_rewards"] = np.zeros_like(data["advantages"])
-    last = data["attention_mask"].sum(axis=1) - 2  # where the last token was predicted
+    last = data["attention_mask"].sum(axis=1) - 2  # position that predicted the last token
     data["tot_rewards"][np.arange(len(lines)), last] = data["rewards"]
     return data
 
 
 def _earlier(values: NDArray[Any]) -> NDArray[Any]:
-    """One place to the left; what was first comes last, where no mask is set, since no first token is sampled."""
+    """Rolls columns to the left by one. The first column becomes the last, and is masked: no first token is sampled."""
     return np.roll(values, -1, axis=1)

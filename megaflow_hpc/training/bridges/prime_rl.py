@@ -1,23 +1,23 @@
-"""prime-rl: its trainer learns from a run, by the files that it exchanges with its own orchestrator.
+"""prime-rl: feeds its trainer from a run, by the files that it exchanges with its own orchestrator.
 
     python -m megaflow_hpc.training.bridges.prime_rl RUN --policy default --output DIR --ranks 8 --tokens 32768
 
-stands where prime-rl's orchestrator does. Its trainer runs beside it, unchanged, with ``output_dir`` DIR and both
-``rollout_transport.type`` and ``weight_broadcast.type`` ``filesystem``::
+This process replaces prime-rl's orchestrator. Its trainer runs unchanged, with ``output_dir`` DIR and with both
+``rollout_transport.type`` and ``weight_broadcast.type`` set to ``filesystem``::
 
     DIR/rollouts/step_3/rank_0.bin      step 3 for data-parallel rank 0: msgpack of a list of :class:`PrimeMicroBatch`
-    DIR/broadcasts/step_3/              the weights after it, whole once the file STABLE is there
+    DIR/broadcasts/step_3/              the weights after it, complete once the file STABLE exists
 
-A step of the dataflow is a step of theirs, which is one optimizer step. Their loss takes the plan's advantages and
-weights, and the engine's log-probabilities; ``loss``, ``importance`` and ``optimizer`` of the campaign file are not
-theirs, and ``--tokens`` is at most their ``model.seq_len``.
+A step of the dataflow is a step of prime-rl, which is one optimizer step. prime-rl's loss takes the plan's advantages
+and weights, and the engine's log-probabilities. It ignores ``loss``, ``importance`` and ``optimizer`` of the campaign
+file. ``--tokens`` must not exceed prime-rl's ``model.seq_len``.
 
-Whoever dies comes back alone. A step's files are made of its plan, byte for byte the same, and stay; a trainer that
-resumes from an earlier checkpoint of its own finds them again. The bridge takes what is broadcast for the step that it
-waits for, publishes it, and commits; then it asks for the next.
+Both processes can be killed and restarted independently. A step's files are made from its plan, are always the same
+bytes, and stay. A trainer that resumes from an earlier checkpoint finds them again. The bridge waits for a step's
+weights, publishes them and commits the step. Only then it takes the next step.
 
 (prime-rl 0.8.1.dev67, commit 559b44772e471d1538537b8805cc77f3824a5e64: ``src/prime_rl/transports/rollouts/types.py``
-and ``filesystem.py``, ``trainer/batch.py`` for padding and what is 0, ``trainer/rl/train.py`` for the order of things,
+and ``filesystem.py``, ``trainer/batch.py`` for padding and zeros, ``trainer/rl/train.py`` for the order of calls,
 ``transports/weights/filesystem.py`` and ``utils/weights.py`` for broadcasts.)
 """
 
@@ -47,17 +47,17 @@ from megaflow_hpc.training import microbatch
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.step import KEPT_VERSIONS, Step
 
-POLL_S = 0.5
-"""Seconds between two looks for a broadcast."""
-SAID_S = 30.0
-"""Seconds between two lines about what is waited for."""
-SETTLED_S = 60.0
-"""Seconds without a change after which a broadcast counts as whole though a file of it seems younger than its mark: the
-clocks of a trainer's nodes may differ."""
-PADDING = 1
+POLL_INTERVAL_S = 0.5
+"""Seconds between two polls for a broadcast."""
+SAY_INTERVAL_S = 30.0
+"""Seconds between two log lines while waiting."""
+UNCHANGED_S = 60.0
+"""Accept a broadcast that has not changed for this many seconds, even if a file seems newer than STABLE. The clocks of
+a trainer's nodes may differ."""
+PAD_TOKEN = 1
 """The token that prime-rl pads with (``pad_micro_batch``)."""
-NOTE = "prime_rl.json"
-"""File in ``RUN/training/<policy>/checkpoints/<step>``: whose step it was."""
+NOTE_FILE = "prime_rl.json"
+"""File in ``RUN/training/<policy>/checkpoints/<step>`` that names the trainer of the step."""
 
 
 class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -67,35 +67,36 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     loss_mask: list[bool]
     advantages: list[float]
     inference_logprobs: list[float]
-    """(T), the engine's of the token at the same place; 0 where nothing was sampled."""
+    """(T), the engine's log-probabilities of the tokens; 0 if not sampled."""
     position_ids: list[int]
     sequence_lengths: list[int]
     """(S)"""
     temperatures: list[float]
     env_names: list[str]
-    """(T), under which it shows metrics; ours is the campaign."""
+    """(T), the name under which prime-rl shows metrics; here the campaign's."""
     seq_lens: list[int]
-    """(S), the same again, for attention."""
+    """(S), equal to ``sequence_lengths``; used for attention."""
     ref_logprobs: list[float] | None = None
     routed_experts: Any = None
     mm_kwargs: Any = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
-    """(T), factors of the loss; a token of 0 is not counted. ``None``: all are 1."""
+    """(T), factors of the loss; tokens with 0 are not counted. ``None`` means that all are 1."""
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
 
 
 def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Raw]]:
-    """Returns the micro-batches of each rank, equally many and at least one: each pass is a collective operation.
+    """Returns the micro-batches of each rank: at least one, and as many as every other rank.
 
-    Each one is encoded as it is made: Python's lists of all tokens of a large step would take several gigabytes.
+    Each forward pass is a collective operation, so the counts must be equal. Each micro-batch is encoded at once,
+    because Python lists of all tokens of a large step would take several gigabytes.
 
     Args:
-        step: of a dataflow with one rank.
-        tokens: most of them in a micro-batch.
-        ranks: prime-rl's data-parallel ranks.
-        name: of the environment.
+        step: a step of a dataflow with one rank.
+        tokens: maximum number of tokens in a micro-batch.
+        ranks: number of prime-rl's data-parallel ranks.
+        name: name of the environment.
 
     Raises:
         ConfigError: a sequence has more tokens.
@@ -127,19 +128,20 @@ def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) ->
 
 
 def _nothing(name: str) -> PrimeMicroBatch:
-    """Two tokens that do not count: of one, ``squeeze`` in their loss would leave no dimension to split."""
+    """Returns a batch of two masked tokens. With a single token, ``squeeze`` in prime-rl's loss would drop the
+    dimension."""
     zeros = [0.0, 0.0]
-    return PrimeMicroBatch([PADDING] * 2, [False] * 2, zeros, zeros, [0, 1], [2], [1.0, 1.0], [name] * 2, [2])
+    return PrimeMicroBatch([PAD_TOKEN] * 2, [False] * 2, zeros, zeros, [0, 1], [2], [1.0, 1.0], [name] * 2, [2])
 
 
 def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]]) -> None:
-    """Writes the files of a step, each of which appears whole; those that are there stay.
+    """Writes the files of a step, each by an atomic rename. Existing files stay.
 
     Raises:
-        ConfigError: another step of this number is there, or no directory in which ``output`` could be.
+        ConfigError: a file of another step with this number exists, or the parent directory of ``output`` is missing.
     """
     if not output.parent.is_dir():
-        raise ConfigError(f"{output.parent}: is no directory; --output is made in one that is there")
+        raise ConfigError(f"{output.parent}: is not a directory; create the parent directory of --output")
     folder = output / "rollouts" / f"step_{number}"
     for directory in (output, folder.parent, folder):
         make_directory(directory)
@@ -149,16 +151,16 @@ def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]
             write_atomic(path, data)
         elif read_regular(path) != data:
             raise ConfigError(
-                f"{path}: holds another step {number} than this run's; give each run an --output of its own, and go on "
+                f"{path}: holds step {number} of another run; give each run its own --output, and continue "
                 "with the same --ranks and --tokens"
             )
 
 
 class Broadcast:
-    """The weights of one step, as they come.
+    """The weights that prime-rl's trainer broadcasts after one step.
 
-    Their trainer writes STABLE last. One that comes back and does the step again writes over files beside an old mark:
-    so the mark must also be the youngest file, and nothing may change while it is copied.
+    The trainer writes STABLE last. A restarted trainer that repeats the step writes its files next to an old STABLE. So
+    STABLE must be the newest file, and no file may change during the copy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -167,11 +169,11 @@ class Broadcast:
         self._since = 0.0
 
     def take(self, target: Path) -> bool:
-        """Copies the weights to the new directory ``target``; returns whether they are there and whole."""
+        """Copies the weights to the new directory ``target``; returns whether they exist and are complete."""
         state = _state(self._folder)
         if state != self._seen:
             self._seen, self._since = state, time.monotonic()
-        if state is None or not (_marked_last(state) or time.monotonic() - self._since > SETTLED_S):
+        if state is None or not (_marked_last(state) or time.monotonic() - self._since > UNCHANGED_S):
             return False
         remove_tree(target)
         make_directory(target)
@@ -180,16 +182,16 @@ class Broadcast:
                 if name != "STABLE":
                     shutil.copyfile(self._folder / name, target / name)
             return _state(self._folder) == state and _whole(target)
-        except FileNotFoundError:  # theirs is being removed, or a later bridge has removed ours
+        except FileNotFoundError:  # the trainer removes its directory, or a later bridge has removed ``target``
             return False
 
 
 _State = dict[str, tuple[int, int, int]]
-"""File name → inode, size, time of its last change."""
+"""File name → inode, size and modification time."""
 
 
 def _state(folder: Path) -> _State | None:
-    """Returns what is there, ``None`` unless it is marked as done."""
+    """Returns the files of a broadcast; ``None`` unless STABLE exists."""
     try:
         found = {}
         for entry in os.scandir(folder):
@@ -205,7 +207,7 @@ def _marked_last(state: _State) -> bool:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether every tensor file is as its header says, and those of the index are there."""
+    """Returns whether every tensor file matches its header and every file of the index exists."""
     try:
         return bool(read_directory(folder))
     except ConfigError:
@@ -213,18 +215,18 @@ def _whole(folder: Path) -> bool:
 
 
 class PrimeBridge:
-    """Brings the steps of a dataflow to prime-rl's trainer, and its weights back.
+    """Sends the steps of a dataflow to prime-rl's trainer, and publishes the weights that it returns.
 
     Args:
-        flow: of one rank.
-        output: the ``output_dir`` of their trainer.
-        ranks: their data-parallel ranks.
-        tokens: most of them in a micro-batch.
-        say: gets a line about what happens.
+        flow: a dataflow with one rank.
+        output: ``output_dir`` of prime-rl's trainer.
+        ranks: number of its data-parallel ranks.
+        tokens: maximum number of tokens in a micro-batch.
+        say: receives progress lines.
 
     Raises:
-        ConfigError: the campaign file asks for several optimizer steps in a step, or earlier steps of the run were
-            another trainer's.
+        ConfigError: the campaign file asks for several optimizer steps in a step, or another trainer made earlier steps
+            of the run.
     """
 
     def __init__(self, flow: Dataflow, output: Path, ranks: int, tokens: int, say: Callable[[str], None]) -> None:
@@ -234,11 +236,11 @@ class PrimeBridge:
         if loss.epochs != 1 or loss.minibatch is not None:
             raise ConfigError(
                 f"{flow.run}: training.policies.{flow.policy}.loss: prime-rl makes one optimizer step of each step; "
-                "leave out epochs and minibatch, and set batch.tasks to what one optimizer step shall see"
+                "leave out epochs and minibatch, and set batch.tasks to the size of one optimizer step"
             )
         if (last := flow.restore()) is not None:
-            self._check(flow.checkpoint(last) / NOTE)
-            self._forget(below=last.step)  # a bridge that died after the last step had no time to
+            self._check(flow.checkpoint(last) / NOTE_FILE)
+            self._forget(below=last.step)  # a bridge killed after the last commit did not remove them
 
     def _check(self, path: Path) -> None:
         try:
@@ -248,18 +250,18 @@ class PrimeBridge:
         if found != self._note:
             raise ConfigError(
                 f"{self._flow.run}: its last step was made with {found}, not {self._note}; prime-rl's trainer would "
-                "lack what came before: go on as it was begun, or plan a new campaign"
+                "lack the earlier steps: continue with the same settings, or plan a new campaign"
             )
 
     def run(self) -> int:
-        """Serves steps until the training ends; returns how many it committed."""
+        """Serves steps until the training ends; returns the number of committed steps."""
         done = 0
         for step in self._flow.steps():
             hand_over(self._output, step.number, grid(step, self._tokens, self._ranks, self._flow.record.config.name))
             self._say(f"step {step.number}: {len(step.plan.rollouts)} rollouts handed over")
             began = time.monotonic()
             stage = self._flow.files.checkpoints / f".broadcast.{secrets.token_hex(4)}"
-            for left in stage.parent.glob(".broadcast.*"):  # by a bridge that died
+            for left in stage.parent.glob(".broadcast.*"):  # left by a killed bridge
                 remove_tree(left, ignore_errors=True)
             try:
                 if not self._wait(step.number, stage):
@@ -272,17 +274,17 @@ class PrimeBridge:
         return done
 
     def _wait(self, number: int, stage: Path) -> bool:
-        """Waits for the weights after a step, and copies them; returns whether they came before a cancel."""
+        """Waits for the weights after a step and copies them. Returns whether they arrived before a cancel."""
         folder = self._output / "broadcasts" / f"step_{number}"
         broadcast, marks, said = Broadcast(folder), Marks(self._flow.run), time.monotonic()
         while not broadcast.take(stage):
             self._flow.check()
             if marks.cancelled:
                 return False
-            if time.monotonic() - said > SAID_S:
+            if time.monotonic() - said > SAY_INTERVAL_S:
                 said = time.monotonic()
                 self._say(f"step {number} waits for {folder / 'STABLE'}; is prime-rl's trainer running?")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         return True
 
     def _publish(self, step: Step, stage: Path) -> None:
@@ -290,29 +292,29 @@ class PrimeBridge:
         self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
-        """A checkpoint of ours is the note that the step is done; the trainer's own are among its files."""
+        """Commits a step with a note as its checkpoint. The trainer stores its real checkpoint among its own files."""
         folder = self._flow.files.checkpoints / str(step.number)
         make_directory(folder)
-        write_json(folder / NOTE, self._note)
+        write_json(folder / NOTE_FILE, self._note)
         step.commit(folder, {"trainer_s": waited})
         self._forget(below=step.number)
 
     def _forget(self, below: int) -> None:
-        """Removes the notes of earlier steps, those among them that a bridge was about to remove when it died."""
+        """Removes the notes of earlier steps, including half-removed ones of a killed bridge."""
         for path in self._flow.files.checkpoints.iterdir():
             earlier = path.name.isdecimal() and int(path.name) < below
-            if earlier and ((path / NOTE).exists() or all(NOTE in half.name for half in path.iterdir())):
+            if earlier and ((path / NOTE_FILE).exists() or all(NOTE_FILE in half.name for half in path.iterdir())):
                 remove_tree(path, ignore_errors=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megaflow_hpc.training.bridges.prime_rl",
-        description="Bring a campaign's rollouts to prime-rl's trainer, and its weights to the campaign's engines.",
+        description="Send a campaign's rollouts to prime-rl's trainer, and its weights to the campaign's engines.",
     )
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--policy", help="which policy is trained; may be left out where there is one")
+    parser.add_argument("--policy", help="policy to train; optional if only one is trained")
     parser.add_argument("--output", type=Path, required=True, help="output_dir of prime-rl's trainer")
     parser.add_argument("--ranks", type=int, default=1, help="its data-parallel ranks (default: 1)")
     parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: the policy's microbatch)")

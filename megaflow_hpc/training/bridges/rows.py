@@ -1,4 +1,4 @@
-"""The sequences of a step, one by one, for trainers whose batches are padded lines."""
+"""The single sequences of a step, for trainers whose batches are padded lines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.plan import PlannedRollout
 from megaflow_hpc.training.step import Step
 
-EVERYTHING = 2**62
-"""Tokens of a micro-batch that holds whatever there is."""
+UNLIMITED_TOKENS = 2**62
+"""Token limit of a micro-batch that holds the whole minibatch."""
 
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """One sequence of L tokens, at least one of which counts. Columns are as those of a micro-batch."""
+    """One sequence of L tokens, at least one of which is trained on. The columns are those of a micro-batch."""
 
     rollout: PlannedRollout
     tokens: NDArray[np.int32]
@@ -40,24 +40,28 @@ class TrainerRow:
 
     @property
     def reward(self) -> float:
-        """Of its rollout; 0 for one that was never verified and is trained on for a penalty."""
+        """Reward of the rollout. It is 0 for a rollout that was never verified and is trained on for a penalty."""
         return self.rollout.reward or 0.0
 
 
 def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
-    """Returns the sequences of a minibatch that count, by default of the whole step, in the order of its rollouts.
+    """Returns the sequences to train on, in the order of their rollouts.
+
+    Args:
+        step: a step of a dataflow with one rank.
+        minibatch: part of the step; by default the whole step.
 
     Raises:
-        ConfigError: none counts, or they are shared among several ranks.
+        ConfigError: no token counts, or the dataflow has several ranks.
     """
     chosen = minibatch or step.minibatch()
     if not chosen.tokens:
-        raise ConfigError(f"step {step.number}: no token of it counts, and an empty batch is taken by no trainer")
-    (packed,) = chosen.microbatches(EVERYTHING)
+        raise ConfigError(f"step {step.number}: it has no token to train on, and trainers do not accept an empty batch")
+    (packed,) = chosen.microbatches(UNLIMITED_TOKENS)
     if packed.sampled != chosen.tokens:
         raise ConfigError(
-            f"step {step.number}: this rank holds {packed.sampled} of {chosen.tokens} tokens that count; make the "
-            "Dataflow with one rank: this trainer divides batches among ranks itself"
+            f"step {step.number}: this rank holds {packed.sampled} of {chosen.tokens} tokens to train on; open the "
+            "Dataflow with one rank, because this trainer divides batches among ranks itself"
         )
     found = []
     for s in np.argsort(packed.sample, kind="stable").tolist():

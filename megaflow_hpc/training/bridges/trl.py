@@ -1,19 +1,20 @@
-"""TRL's ``GRPOTrainer`` on a campaign's rollouts: TRL's model, optimizer and loss, the dataflow's steps.
+"""TRL's ``GRPOTrainer`` on a campaign's rollouts: TRL's model, optimizer and loss, with the dataflow's steps.
 
     from megaflow_hpc.training.bridges.trl import DataflowTrainer, arguments
     from megaflow_hpc.training.dataflow import Dataflow
 
     flow = Dataflow("runs/fix-bugs")
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
-    trainer.train()                                   # goes on from the last commit that has a checkpoint
+    trainer.train()                                   # continues from the last commit that has a checkpoint
 
-``GRPOTrainer`` samples and rewards by itself; here it does neither. One of its steps is one minibatch of the dataflow,
-cut into micro-batches; it gets ids, masks, proximal log-probabilities and advantages, the last times their weights and
-those of proximal over engine: for a clipped loss as well as for another that is the same as weighting the loss. TRL
-averages over what it is given at once; its loss of a micro-batch is scaled to its share of the minibatch, so that the
-sum is what our own trainer minimises. After the last minibatch of a step the model is published and the step committed.
+``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each of its steps is one minibatch of the
+dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
+include the sample weights and the importance weights of proximal over engine, which equals weighting the loss. TRL
+averages over each batch that it receives. So the loss of a micro-batch is scaled by its share of the minibatch, and the
+sum is the loss of this package's own trainer. After the last minibatch of a step, the model is published and the step
+committed.
 
-It hangs on what TRL does not promise to keep: ``_compute_loss`` and the names of what it is given, ``_prepare_inputs``,
+The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
 ``_get_per_token_logps_and_entropies``, and ``_save_checkpoint`` of transformers. So the version is checked on import.
 """
 
@@ -37,19 +38,19 @@ from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer.losses import Loss, importance_weights
 
-TRIED = "1.16"
-"""TRL's version, without its last number, whose private methods are those named above."""
+TRL_VERSION = "1.16"
+"""Supported TRL version, without its last number, because the bridge uses private methods."""
 
 
 def _check_version() -> None:
     try:
         found = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"TRL is not installed here; pip install 'trl=={TRIED}.*'") from None
-    if found.rpartition(".")[0] != TRIED:
+        raise ConfigError(f"TRL is not installed here; pip install 'trl=={TRL_VERSION}.*'") from None
+    if found.rpartition(".")[0] != TRL_VERSION:
         raise ConfigError(
-            f"TRL {found}: this bridge hangs on private methods of TRL {TRIED}; pip install 'trl=={TRIED}.*', or use "
-            "the project's own trainer (python -m megaflow_hpc.training.trainer)"
+            f"TRL {found}: this bridge uses private methods of TRL {TRL_VERSION}; pip install "
+            f"'trl=={TRL_VERSION}.*', or use this package's trainer (python -m megaflow_hpc.training.trainer)"
         )
 
 
@@ -71,10 +72,15 @@ LOSSES = {
 
 
 def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> Any:
-    """Returns TRL's configuration for what the campaign file says; ``others`` are its own fields.
+    """Returns TRL's configuration for the campaign file.
+
+    Args:
+        flow: the dataflow.
+        output: TRL's ``output_dir``.
+        others: further fields of ``GRPOConfig``, which take precedence.
 
     Raises:
-        ConfigError: TRL has no such loss, or how many optimizer steps there are is for you to say.
+        ConfigError: TRL lacks the loss, or ``max_steps`` cannot be derived and must be given.
     """
     settings, config = flow.settings, flow.config
     loss, optimizer = settings.loss, settings.optimizer
@@ -90,7 +96,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "loss_type": name,
         "importance_sampling_level": level,
         "epsilon": low,
-        "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # TRL bounds the ratio itself there
+        "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # for CISPO, TRL bounds the ratio itself
         "entropy_coef": loss.entropy,
         "beta": 0.0,
         "temperature": flow.temperature,
@@ -107,7 +113,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "save_total_limit": KEPT_CHECKPOINTS,
         "logging_steps": 1,
         "report_to": [],
-        # Of generations, which there are none of; the smallest that TRL takes.
+        # Settings of generation, which is not used. These are the smallest values that TRL accepts.
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "max_completion_length": 1,
@@ -117,37 +123,37 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
 
 @dataclass(frozen=True)
 class _Item:
-    """What one optimizer step trains on, on this rank."""
+    """The minibatch of one optimizer step on this rank."""
 
     step: Step
     minibatch: Minibatch
     last: bool
-    """Whether it ends the step."""
+    """True if it is the last minibatch of the step."""
 
 
 class DataflowTrainer(GRPOTrainer):
-    """A ``GRPOTrainer`` that takes the steps of a dataflow, publishes what it makes of them, and commits them.
+    """A ``GRPOTrainer`` that trains on the steps of a dataflow, and publishes and commits them.
 
     Args:
-        flow: with the rank and the number of ranks of this process, if there are several.
+        flow: a dataflow with the rank and the number of ranks of this process.
         model: a directory or a model, as TRL takes it.
-        args: from :func:`arguments`.
+        args: the result of :func:`arguments`.
         others: further arguments of ``GRPOTrainer``, such as ``peft_config``.
 
     Raises:
-        ConfigError: a loss whose share of a minibatch is not known here, or a dataflow of another rank.
+        ConfigError: the loss is not supported, or the dataflow belongs to another rank.
     """
 
     def __init__(self, flow: Dataflow, model: Any, args: Any, **others: Any) -> None:
         known = sorted({name for name, _ in LOSSES.values()})
         if args.loss_type not in known or args.beta or args.use_adaptive_entropy:
             raise ConfigError(
-                f"loss_type {args.loss_type!r}, beta {args.beta:g}: a dataflow's steps carry what the losses "
-                f"{', '.join(known)} need, no log-probabilities of a reference model, and no adaptive entropy"
+                f"loss_type {args.loss_type!r}, beta {args.beta:g}: a dataflow's steps support the losses "
+                f"{', '.join(known)}, without a reference model and without adaptive entropy"
             )
         if args.gradient_accumulation_steps != 1:
-            raise ConfigError("gradient_accumulation_steps: leave it at 1; minibatches are cut by training…microbatch")
-        args.ignore_data_skip = True  # the dataflow goes on by itself
+            raise ConfigError("gradient_accumulation_steps: leave it at 1; training…microbatch cuts minibatches")
+        args.ignore_data_skip = True  # the dataflow itself continues after the last commit
         nothing = Dataset.from_dict({"prompt": ["-"] * args.generation_batch_size})
         super().__init__(model, _no_reward, args, nothing, **others)
         here = self.accelerator.process_index, self.accelerator.num_processes
@@ -156,7 +162,7 @@ class DataflowTrainer(GRPOTrainer):
                 f"rank {here[0]} of {here[1]}: the dataflow was opened as {flow.rank} of {flow.ranks}; "
                 "give it rank and ranks"
             )
-        self.current_gradient_accumulation_steps = 1  # set by ``train`` otherwise
+        self.current_gradient_accumulation_steps = 1  # normally set by ``train``
         self._flow = flow
         self._correction = Loss(
             "dapo", importance=flow.settings.importance.level, truncate=flow.settings.importance.truncate
@@ -168,7 +174,7 @@ class DataflowTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
         """Trains from the last commit that has a checkpoint, or from the beginning.
 
-        The campaign may end once all its steps are committed; where ``max_steps`` ends before, it stays open.
+        Closes the campaign once all its steps are committed. If ``max_steps`` ends the training earlier, it stays open.
         """
         commit = self._flow.restore()
         if resume_from_checkpoint is None and commit is not None:
@@ -182,13 +188,13 @@ class DataflowTrainer(GRPOTrainer):
             self._flow.leave()
         return found
 
-    # --- what transformers and TRL call ---
+    # --- called by transformers and TRL ---
 
     def get_train_dataloader(self) -> Any:
         return self._stream
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """One optimizer step's gradients: the micro-batches of a minibatch, one after the other."""
+        """Computes the gradients of one optimizer step, micro-batch by micro-batch."""
         item: _Item = inputs["item"]
         self._item = item
         losses = [super(DataflowTrainer, self).training_step(model, rows, None) for rows in self._micro_batches(item)]
@@ -200,9 +206,9 @@ class DataflowTrainer(GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss of a micro-batch, times its share of the minibatch on all ranks."""
+        """Returns TRL's loss of a micro-batch, scaled by its share of the minibatch on all ranks."""
         share = inputs["share"]
-        # A mean over the micro-batch's tokens, which counts by their number whatever the policy's loss counts by.
+        # TRL averages the entropy over the micro-batch's tokens, so its share counts tokens for every loss.
         self.entropy_coef = self.args.entropy_coef * inputs["entropy_share"] / share
         return share * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -223,18 +229,18 @@ class DataflowTrainer(GRPOTrainer):
 
     def _micro_batches(self, item: _Item) -> Iterator[dict[str, Any]]:
         for batch in self._packed(item.minibatch):
-            # TRL gathers metrics by row, for which all ranks have to have equally many.
+            # TRL gathers metrics by row, so all ranks need the same number of rows.
             count = torch.tensor([len(batch.sample)], device=self.accelerator.device)
             rows = to_rows(batch, int(self.accelerator.gather(count).max()))
             yield {**rows, **self._given(batch, rows), **self._shares(batch, len(rows["prompt_ids"]), item.minibatch)}
 
     def _shares(self, batch: MicroBatch, rows: int, minibatch: Minibatch) -> dict[str, Any]:
-        """What TRL's mean counts for; times the ranks, since their gradients are averaged."""
+        """Returns the scale of TRL's means. It includes the number of ranks, because their gradients are averaged."""
         ranks, tokens = self.accelerator.num_processes, max(minibatch.tokens, 1)
         share = {
             "grpo": rows * ranks / max(minibatch.sequences, 1),
             "dr_grpo": rows * self.max_completion_length * ranks / max(minibatch.samples * minibatch.longest, 1),
-        }.get(self.loss_type, 1.0)  # the others divide by the tokens, which they are told
+        }.get(self.loss_type, 1.0)  # the other losses divide by ``num_items_in_batch``
         return {
             "share": share,
             "entropy_share": batch.sampled * ranks / tokens,
@@ -242,7 +248,7 @@ class DataflowTrainer(GRPOTrainer):
         }
 
     def _judge(self, batch: MicroBatch) -> None:
-        """Computes the proximal log-probabilities of sequences that have none yet."""
+        """Computes the proximal log-probabilities of sequences that lack them."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return
         rows = to_rows(batch)
@@ -259,7 +265,7 @@ class DataflowTrainer(GRPOTrainer):
             self._proximal[key] = torch.cat([torch.zeros(first), row[: length - first]])
 
     def _given(self, batch: MicroBatch, rows: dict[str, Any]) -> dict[str, Any]:
-        """Proximal log-probabilities and weighted advantages, in the form of the rows."""
+        """Returns the proximal log-probabilities and the weighted advantages, shaped like the rows."""
         proximal = torch.cat([torch.zeros(0), *(self._proximal[key] for key in batch.sequence_keys())])
         mask = torch.from_numpy(batch.mask).bool()
         gap = torch.where(mask, proximal - torch.from_numpy(batch.logprobs), torch.zeros_like(proximal))
@@ -272,7 +278,7 @@ class DataflowTrainer(GRPOTrainer):
             for name, column in (("old_per_token_logps", proximal), ("advantages", advantages))
         }
 
-    # --- the end of a step ---
+    # --- end of a step ---
 
     def _after_minibatch(self) -> None:
         if not self._item.last:
@@ -292,7 +298,7 @@ class DataflowTrainer(GRPOTrainer):
 
     def _publish(self, step: Step) -> None:
         folder = self._flow.files.path / f".model-{step.number}-{os.getpid()}"
-        self.save_model(str(folder), _internal_call=True)  # on all ranks; the first one writes
+        self.save_model(str(folder), _internal_call=True)  # called on all ranks; the first one writes
         if not self._flow.rank:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which no engine needs
             step.publish(folder, move=True, keep=KEPT_VERSIONS)
@@ -307,10 +313,11 @@ class _AfterStep(TrainerCallback):
 
 
 def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
-    """Returns a micro-batch as TRL takes it: one sequence a row, padded on the right, and up to ``rows`` without any.
+    """Returns a micro-batch as TRL takes it: one sequence per row, padded on the right, with empty rows up to ``rows``.
 
-    TRL scores *completions*, the right part of all rows; here that is all from the first sampled token of any row on,
-    and ``tool_mask`` says which of it was sampled. So no row is padded on the left, and positions are the engine's.
+    TRL scores *completions*, the right part of every row. Here the completion starts at the earliest sampled token of
+    any row, and ``tool_mask`` marks the sampled tokens. So no row is padded on the left, and positions equal the
+    engine's.
     """
     own = np.diff(batch.offsets)
     lengths = np.concatenate([own, np.full(max(rows, 1) - len(own), 2)]) if len(own) < max(rows, 1) else own
@@ -328,7 +335,7 @@ def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
 
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:
-    """(T) → (rows, longest), 0 where nothing is."""
+    """Converts (T) to (rows, longest), padded with 0."""
     found = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
     found[: len(own)][np.arange(found.shape[1]) < own[:, None]] = column
     return found

@@ -39,29 +39,30 @@ def batch(
     multiple: int = 1,
     bypass: bool = False,
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Returns a step's sequences that count as verl has them: B lines, prompts left-padded, responses right-padded.
+    """Returns the step's sequences as verl has them: B lines, with prompts padded left and responses padded right.
 
-    A rollout of several sequences gives several lines of one ``uid``; verl's own advantages would count it so often,
-    so its are replaced by those of the plan.
+    Sequences without a token to train on are left out. A rollout with several sequences gives several lines of one
+    ``uid``. verl's own advantages would count it several times, so the plan's advantages are used.
 
     Args:
-        step: of a dataflow with one rank: verl divides a batch among ranks itself.
-        minibatch: only its part.
-        pad_token_id: the tokenizer's.
-        multiple: lines are added that count for nothing until B can be divided by it (``DataProto.chunk``).
-        bypass: whether ``old_log_probs`` are the engine's, as in verl's bypass mode; otherwise they are left to its
-            ``_compute_old_log_prob``, as ratios of engine to trainer leave narrow clips before any update.
+        step: a step of a dataflow with one rank, because verl divides a batch among ranks itself.
+        minibatch: part of the step to convert; by default the whole step.
+        pad_token_id: the tokenizer's padding token.
+        multiple: masked lines are added until B is divisible by this number (``DataProto.chunk``).
+        bypass: add the engine's log-probabilities as ``old_log_probs``, as in verl's bypass mode. Otherwise verl's
+            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so ratios of the two leave narrow
+            clips before any update.
 
     Returns:
-        The tensors, and what is not tensors (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and
+        The tensors, and the other columns (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and
         ``max_global_steps`` (ordinals of the versions that sampled). Tensors of (B, responses): int64 ``responses`` and
-        ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (the same),
+        ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the advantages),
         ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
-        ``rollout_is_weights`` where a weight is not 1, ``old_log_probs`` with ``bypass``. int64 ``prompts`` (B,
-        prompts); ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses).
+        ``rollout_is_weights`` if a weight is not 1, ``old_log_probs`` with ``bypass``. int64 ``prompts`` (B, prompts);
+        ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses).
 
     Raises:
-        ConfigError: no token of the step counts, or the dataflow has several ranks.
+        ConfigError: the step has no token to train on, or the dataflow has several ranks.
     """
     found = rows(step, minibatch)
     real = len(found)
@@ -85,7 +86,7 @@ def batch(
 
 
 def _line(row: TrainerRow) -> dict[str, Any]:
-    """A row of :mod:`megaflow_hpc.trajectories.exports.verl`."""
+    """Converts a sequence to a row of :mod:`megaflow_hpc.trajectories.exports.verl`."""
     first = row.first
     return {
         "prompts": row.tokens[:first],

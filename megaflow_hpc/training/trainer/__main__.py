@@ -1,19 +1,20 @@
-"""Trains one policy of a campaign while its rollouts come in.
+"""Trains one policy of a campaign while its rollouts arrive.
 
-Run it in an environment with torch and transformers, on the node that trains; alone, or on several GPUs by torchrun:
+Run it in an environment with torch and transformers, on one GPU, or on several GPUs by torchrun:
 
     python -m megaflow_hpc.training.trainer RUN
     torchrun --standalone --nproc-per-node 4 -m megaflow_hpc.training.trainer RUN --policy default
 
-RUN is a campaign that was planned with a section `training`. Start pods and engines as ever; the trainer asks for
-rollouts, takes a step whenever there are enough, and publishes weights that engines load by themselves. What it writes:
+RUN is a campaign that was planned with a section `training`. Start pods and engines as usual. The trainer requests
+rollouts, takes a step as soon as enough of them are complete, and publishes weights. The engines load new weights
+automatically. The trainer writes:
 
-    RUN/training/POLICY/metrics.jsonl    a line for each step; tensorboard/ beside it, where that is installed
-    RUN/training/POLICY/checkpoints/     from which the next start goes on
+    RUN/training/POLICY/metrics.jsonl    a line for each step; also tensorboard/, if TensorBoard is installed
+    RUN/training/POLICY/checkpoints/     the next start continues from the last one
     RUN/weights/                         versions of the weights
 
-It may be killed at any time and started again with the same command: no rollout is lost or taken twice. After SIGTERM
-it ends the step at hand, writes a checkpoint and exits with 75; a second trainer of the same policy ends the first.
+It may be killed at any time and restarted with the same command: no rollout is lost or used twice. After SIGTERM it
+ends the current step, writes a checkpoint and exits with 75. A second trainer of the same policy ends the first.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import sys
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.texts import printable
 
-AGAIN = 75
-"""Exit status when asked to stop: start it again (EX_TEMPFAIL of sysexits.h)."""
+EXIT_RESTART = 75
+"""Exit status after SIGTERM: start the trainer again (EX_TEMPFAIL of sysexits.h)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,13 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m megaflow_hpc.training.trainer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 all steps are done; 75 asked to stop, start it again; 1 another trainer goes on, or the "
-        "run directory fails; 2 the campaign or the model is wrong; 69 no pod is there that could sample, and none is "
-        "queued",
+        epilog="exit status: 0 all steps are done; 75 stopped by SIGTERM, start it again; 1 another trainer has taken "
+        "over, or the run directory fails; 2 the campaign or the model is invalid; 69 no pod runs and none is queued",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
-    parser.add_argument("--policy", help="which policy; may be left out where one is trained")
-    parser.add_argument("--consumer", help="name under which it holds the campaign open; default: the policy's")
+    parser.add_argument("--policy", help="policy to train; optional if only one is trained")
+    parser.add_argument(
+        "--consumer", help="name under which the trainer holds the campaign open; default: the policy's"
+    )
     parser.add_argument("--json", action="store_true", help="print each step's metrics as one line of JSON")
     arguments = parser.parse_args(argv)
     try:
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    # After the arguments: torch takes seconds, and --help should not.
+    # Imported after parsing the arguments: torch takes seconds, and --help should not.
     from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.trainer.loop import TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.metrics import Board
@@ -82,9 +84,9 @@ def _train(arguments: argparse.Namespace) -> int:
         flow.leave()
     if trainer.stopping and ranks.count > 1:
         sys.stdout.flush()
-        os._exit(AGAIN)  # without waiting for ranks that were asked at another moment
+        os._exit(EXIT_RESTART)  # ranks may receive the signal in different steps, so do not wait for them
     if trainer.stopping:
-        return AGAIN
+        return EXIT_RESTART
     ranks.leave()
     return 0
 

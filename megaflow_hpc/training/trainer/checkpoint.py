@@ -1,15 +1,15 @@
-"""Checkpoints of a training, and the model directories that engines read.
+"""Reads and writes checkpoints of a training, and writes the model directories that engines load.
 
 ::
 
-    checkpoints/12/              whole or not there
-      about.json                 step, optimizer steps, ranks, names and shapes of what is trained
-      shard-00001-model-….safetensors     what rank 0 held of it: masters, moments, random state
+    checkpoints/12/              complete or absent
+      about.json                 step, optimizer steps, ranks, names and shapes of the trained parameters
+      shard-00001-model-….safetensors     rank 0's share: masters, moments, random state
 
-torch's distributed checkpoint writes and reads the tensors, each rank its own share, and shares them anew where another
-number of ranks reads them. They are safetensors, which run nothing on being read, as its own format (pickle) would.
-A checkpoint is written beside its place, made durable, and moved there by one rename: whoever dies in between leaves a
-hidden directory, which the next :func:`prune` removes. Read by as many ranks as wrote it, it continues bit for bit.
+torch's distributed checkpoint writes and reads the tensors, each rank its own share. If another number of ranks reads a
+checkpoint, it redistributes the tensors. The files are safetensors, because reading torch's own format (pickle) can run
+code. A checkpoint is written to a hidden directory, made durable, and then renamed. If a process dies in between, the
+next :func:`prune` removes the hidden directory. With the same number of ranks, training continues bit for bit.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
-ABOUT = "about.json"
-FILE = 2**32
-"""Bytes of tensors, all ranks' shares together, after which each rank begins a file; one is held twice in memory."""
+ABOUT_FILE = "about.json"
+MAX_FILE_BYTES = 2**32
+"""Bytes of tensors over all ranks after which each rank starts a new file. A file is held in memory twice."""
 
 
 def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Path:
-    """Writes the checkpoint of a step to ``folder/<step>``, durably; to be called by all ranks.
+    """Writes the checkpoint of a step to ``folder/<step>``, durably. All ranks must call it.
 
-    One that is there already is left: it is of the same step's plan.
+    An existing checkpoint is kept, because it was made from the same plan.
 
     Raises:
-        SiteError: it cannot be written, as on a full disk.
+        SiteError: it cannot be written, for example on a full disk.
     """
     from torch.distributed import checkpoint as dcp  # type: ignore[import-not-found]
 
     place = folder / str(step)
-    if ranks.tell((place / ABOUT).exists()):
+    if ranks.tell((place / ABOUT_FILE).exists()):
         return place
     staged = folder / ranks.tell(f".{step}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -64,7 +64,7 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
         if ranks.first:
             shapes = {name: list(master.shape) for name, master in optimizer.masters.items()}
             about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
-            write_json(staged / ABOUT, about)
+            write_json(staged / ABOUT_FILE, about)
             _settle(staged, place)
     except (OSError, CheckpointException) as error:
         raise SiteError(f"{place}: the checkpoint cannot be written: {_first(error)}") from error
@@ -79,26 +79,28 @@ def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
     """Reads a checkpoint into the policy, the optimizer and the random generators; returns its step.
 
     Args:
-        place: the checkpoint, ``checkpoints/<step>``, of any number of ranks. On another number of them random
-            generators start anew from the step; nothing that this package computes draws from them.
+        place: the checkpoint ``checkpoints/<step>``, written by any number of ranks. If the number differs, random
+            generators are seeded from the step. Nothing that this package computes draws from them.
+        optimizer: the optimizer and its policy.
+        ranks: all ranks.
 
     Raises:
-        ConfigError: it is not whole, or is of another model.
+        ConfigError: the checkpoint is incomplete, or belongs to another model.
     """
     from torch.distributed import checkpoint as dcp
 
     try:
-        about = json.loads(read_regular(place / ABOUT))
+        about = json.loads(read_regular(place / ABOUT_FILE))
         step, shapes = int(about["step"]), about["shapes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{place}: is no whole checkpoint ({error}); remove it, and train on from the one before"
+            f"{place}: the checkpoint is incomplete ({error}); remove it, and continue from the previous one"
         ) from None
     ours = {name: list(master.shape) for name, master in optimizer.masters.items()}
     if other := sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name)):
         raise ConfigError(
-            f"{place}: is of another model: {other[0]} has the shape {shapes.get(other[0])} there and "
-            f"{ours.get(other[0])} in {optimizer.policy.source} ({len(other)} differ); train it in a run of its own"
+            f"{place}: belongs to another model: {other[0]} has the shape {shapes.get(other[0])} there and "
+            f"{ours.get(other[0])} in {optimizer.policy.source} ({len(other)} differ); train it in a separate run"
         )
     tensors, random = optimizer.tensors(), _random(ranks)
     if about["ranks"] == _kind(ranks):
@@ -109,7 +111,7 @@ def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
             dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
     except (OSError, CheckpointException) as error:
         raise ConfigError(
-            f"{place}: is damaged ({_first(error)}); remove it, and train on from the one before"
+            f"{place}: is damaged ({_first(error)}); remove it, and continue from the previous one"
         ) from error
     optimizer.updates = int(about["updates"])
     optimizer.round()
@@ -123,27 +125,27 @@ def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
 
 
 def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
-    """Removes all but the ``keep`` newest checkpoints and what dead trainers left; never ``needed``."""
+    """Removes leftovers of dead trainers and all but the ``keep`` newest checkpoints, never ``needed``."""
     found = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
     old = [step for step in found[:-keep] if needed is None or str(step) != needed.name]
     for step in old:
         hidden = folder / f".{step}.removing.{secrets.token_hex(4)}"
-        os.rename(folder / str(step), hidden)  # gone at once, however long the removal takes
+        os.rename(folder / str(step), hidden)  # disappears at once, even if the removal takes long
     for path in folder.glob(".[0-9]*"):
         remove_tree(path, ignore_errors=True)
     return old
 
 
 def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
-    """Writes what the engine reads to the new directory ``folder``; to be called by all ranks.
+    """Writes the engine's files to the new directory ``folder``. All ranks must call it.
 
-    It has safetensors in the dtype of the base, by the names and in the order of transformers, and the base's own
-    ``config.json``; publishing adds its tokenizer. With LoRA it is peft's adapter directory.
+    The safetensors have the base model's dtype and the names and order of transformers. ``config.json`` is copied from
+    the base model; publishing adds its tokenizer. With LoRA the result is peft's adapter directory.
     """
     kept: dict[int, Any] = {}
     tensors = {}
     source = policy.trained() if policy.adapter else policy.state_dict(keep_vars=True).items()
-    for name, parameter in source:  # one after the other: gathered on every rank, kept by the first
+    for name, parameter in source:  # one at a time: every rank gathers it, only the first keeps it
         if id(parameter) not in kept:
             whole = parameter.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -157,7 +159,7 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
         (folder / "README.md").unlink(missing_ok=True)
     elif ranks.first:
         policy.causal.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
-        # As transformers sees it; publishing adds the base's.
+        # Written by transformers; publishing adds the base model's.
         (folder / "generation_config.json").unlink(missing_ok=True)
         shutil.copyfile(policy.source / "config.json", folder / "config.json")
     if ranks.first:
@@ -169,14 +171,14 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """That one rank is alone need not be said each time."""
+    """Suppresses torch's warning that a single rank does not use torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong on the first rank where something did."""
+    """Returns the error of the first rank that failed."""
     failures: dict[int, Any] = getattr(error, "failures", {})
     return next((failure[0] for failure in failures.values()), error)
 
@@ -193,22 +195,23 @@ def _random(ranks: ProcessGroup) -> dict[str, Any]:
 
 
 def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
-    """Numbers of the files, from 1, that tensors go to; the same on every rank."""
+    """Returns the file number, from 1, of each tensor; the same on every rank."""
     filled, found = 0, {}
     for name, tensor in tensors.items():
         if not name.startswith("random."):
             filled += tensor.numel() * tensor.element_size()
-            found[name] = 1 + filled // FILE
+            found[name] = 1 + filled // MAX_FILE_BYTES
     last = max(found.values())
     return found | {f"random.{rank}.{name}": last for rank in range(ranks.count) for name in ("cpu", "device")}
 
 
 def _settle(staged: Path, place: Path) -> None:
-    """Makes everything durable, then visible by one rename; of two that do so one wins, and both are right."""
+    """Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are valid.
+    Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are valid."""
     fsync_tree(staged)
     try:
         os.rename(staged, place)
     except OSError:
-        if not (place / ABOUT).exists():
+        if not (place / ABOUT_FILE).exists():
             raise
     fsync(place.parent)

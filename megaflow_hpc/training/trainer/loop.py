@@ -1,17 +1,17 @@
-"""The training loop: takes the steps of a dataflow, moves the policy, checkpoints, publishes and commits.
+"""The training loop: takes the steps of a dataflow, updates the policy, checkpoints, publishes and commits.
 
 One step::
 
     plan (dataflow) → proximal log-probabilities of the whole step → epochs × minibatches × micro-batches →
-    checkpoint, every so many steps → publish → commit
+    checkpoint, every few steps → publish → commit
 
-Where trainer and engine share GPUs, they are taken behind the plan and given back before the commit.
-Whatever is killed at whatever instant, the next start reads the last checkpoint and makes the steps since then again,
-of the same plans; what was published already is not published twice. On SIGTERM the step at hand is ended, with a
-checkpoint; one that waits for rollouts is left to the next start.
+If trainer and engine share GPUs, the trainer takes them after planning and returns them before the commit. A trainer
+may be killed at any time. The next start reads the last checkpoint and repeats the later steps from the same plans;
+nothing is published twice. On SIGTERM the loop finishes the current step with a checkpoint. If it is waiting for
+rollouts, it stops at once.
 
-Proximal log-probabilities are the trainer's own, before the step's first update; where a step is one update, those of
-that very forward pass. The engine's serve importance weights and the metric ``mismatch``.
+The trainer computes proximal log-probabilities itself, before the step's first update. If a step is a single update,
+they come from its forward pass. The engine's log-probabilities serve importance weights and the metric ``mismatch``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
-PASSED = 1.0
-"""Reward from which a rollout counts as passed."""
-FAR = 1.0
-"""Mean |log-probability of the engine − ours| in the first update after a start that no rounding and no staleness
-explains: bfloat16 against float32 gives 0.01."""
+PASS_REWARD = 1.0
+"""Smallest reward of a passed rollout."""
+MAX_MISMATCH = 1.0
+"""Largest plausible mean |log-probability of the engine − ours| in the first update after a start. Rounding and
+staleness do not explain more: bfloat16 against float32 gives 0.01."""
 
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
-"""Rollout of the step and digest of a sequence's tokens → their log-probabilities."""
+"""Rollout of the step and digest of a sequence's tokens → the sequence's log-probabilities."""
 
 
 class TrainingStopped(Exception):
@@ -59,10 +59,10 @@ class TrainingLoop:
         ranks: all ranks.
 
     Attributes:
-        stopping: set it to end after the step at hand; :meth:`stop` also ends waiting.
+        stopping: set it to end after the current step; :meth:`stop` also ends a wait.
 
     Raises:
-        ConfigError: the model cannot be loaded, or is another than the one that is served.
+        ConfigError: the model cannot be loaded, or differs from the served model.
     """
 
     def __init__(self, flow: Dataflow, ranks: ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class TrainingLoop:
         served = str(model.get("path") or "")
         base = settings.base or served
         if not base:
-            raise ConfigError(f"{flow.run}: policy {flow.policy!r} has no model path; say training.policies.*.base")
+            raise ConfigError(f"{flow.run}: policy {flow.policy!r} has no model path; set training.policies.*.base")
         if why := why_not_served(Path(base), Path(served)):
             raise ConfigError(why)
         self._turns = GpuTurns(flow)
@@ -88,20 +88,20 @@ class TrainingLoop:
         self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, weights.level, weights.truncate)
         self.stopping = self._waiting = False
         self._compared = False
-        self._moved = True  # since the last version that was published; by an earlier start, perhaps
+        self._moved = True  # since the last published version; an earlier start may have updated it
 
     def stop(self, *_: object) -> None:
-        """Asks to stop; a handler of signals."""
+        """Stops the training; usable as a signal handler."""
         self.stopping = True
         if self._waiting:
             raise TrainingStopped
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Trains, and yields each step's metrics once it is committed; ends with the training or when asked to stop.
+        """Trains, and yields each step's metrics after its commit. Ends with the training or after :meth:`stop`.
 
         Raises:
-            ConfigError: rollouts of another model, a loss that is no number; nothing was changed by that step.
-            LedgerError: a later trainer goes on.
+            ConfigError: the rollouts belong to another model, or the loss is not finite. The step changed nothing.
+            LedgerError: a later trainer has taken over.
         """
         flow, files = self.flow, self.flow.files
         newest, state = files.committed(), flow.restore()
@@ -185,7 +185,7 @@ class TrainingLoop:
             tally, norm = self._update(minibatch, proximal, rate, clock)
             found.append(tally.report() | {"grad_norm": norm})
             whole.join(tally)
-            if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was trained on
+            if seen.isdisjoint(minibatch.rollouts):  # on tokens it was trained on, the policy is biased
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
         names = found[0] if found else {}
@@ -193,7 +193,7 @@ class TrainingLoop:
         metrics |= {name: max(each[name] for each in found) for name in names if name in losses.MAXIMA}
         metrics |= whole.mismatches() | fresh.sampling()
         rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
-        passed = sum(reward >= PASSED for reward in rewards) / len(rewards) if rewards else math.nan
+        passed = sum(reward >= PASS_REWARD for reward in rewards) / len(rewards) if rewards else math.nan
         busy = sum(clock.seconds.get(name, 0.0) for name in ("proximal", "forward", "backward", "optimizer"))
         return metrics | {
             "pass_rate": passed,
@@ -205,7 +205,7 @@ class TrainingLoop:
 
     @torch.no_grad()
     def _judge(self, step: Step, clock: StageClock) -> Proximal:
-        """Returns the proximal log-probabilities of the step's sequences, of all ranks."""
+        """Returns the proximal log-probabilities of the step's sequences on all ranks."""
         mine: Proximal = {}
         with clock("proximal"):
             for batch in step.minibatch().microbatches(self.flow.settings.microbatch):
@@ -216,7 +216,7 @@ class TrainingLoop:
     def _update(
         self, minibatch: Minibatch, proximal: Proximal | None, rate: float, clock: StageClock
     ) -> tuple[WeightedMean, float]:
-        """Makes one optimizer step; returns what its tokens come to, on all ranks, and the norm of the gradient."""
+        """Makes one optimizer step; returns the statistics of its tokens on all ranks and the norm of the gradient."""
         packed = minibatch.microbatches(self.flow.settings.microbatch)
         limit = math.inf
         if self.loss.kind == "m2po":
@@ -252,11 +252,11 @@ class TrainingLoop:
         return tally, norm
 
     def _row(self, batch: MicroBatch) -> tuple[Any, Any, list[int], Any]:
-        """What the policy takes; a token that nobody asks about where the micro-batch is empty."""
+        """Returns the policy's inputs; a single unjudged token for an empty micro-batch."""
         if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
             raise ConfigError(
-                f"{self.policy.source}: knows {self.policy.words} tokens, and rollouts of {self.flow.run} hold token "
-                f"{largest}: they are of a model with another tokenizer; no step was taken"
+                f"{self.policy.source}: has {self.policy.words} tokens, but rollouts of {self.flow.run} hold token "
+                f"{largest}: they come from a model with another tokenizer; no step was taken"
             )
         device = self.ranks.device
         if not len(batch.tokens):
@@ -276,13 +276,13 @@ class TrainingLoop:
         return losses.Tokens(offsets.to(device), mask.bool(), proximal.to(device), engine, advantages, weights)
 
     def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
-        """The proximal log-probabilities of a micro-batch (T)."""
+        """Returns the proximal log-probabilities of a micro-batch (T)."""
         assert proximal is not None
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
         return torch.cat(parts) if parts else torch.zeros(1)
 
     def _check_engine(self, mismatch: float) -> None:
-        if not self._compared and mismatch > FAR:
+        if not self._compared and mismatch > MAX_MISMATCH:
             raise ConfigError(
                 f"{self.policy.source}: its log-probabilities of sampled tokens differ from the engine's by "
                 f"{mismatch:.2g} on average (rounding: 0.01): {self.flow.run} was sampled by another model, at a "
@@ -292,7 +292,7 @@ class TrainingLoop:
 
 
 def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
-    """Names the sequences of a micro-batch, whatever minibatch and rank they come to, and says where they are."""
+    """Yields the key and the position of each sequence. Keys are valid in every minibatch and on every rank."""
     for key, begin, end in zip(
         batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True
     ):

@@ -1,13 +1,13 @@
-"""What a trainer minimises: pure functions of log-probabilities, advantages and masks of packed tokens.
+"""Losses of a trainer: pure functions of log-probabilities, advantages and masks of packed tokens.
 
-Three policies have judged each token: the *engine* that sampled it, the *proximal* one that the trainer held before the
-first optimizer step on this step's data, and the *new* one, which has the gradient. Ratios are new over proximal, and
-exactly 1 before the first optimizer step. Those of new over engine are not, since engine and trainer round differently
-(with a bfloat16 engine and a float32 trainer, 82 % of sequences lay outside a clip of 3e-4 before any update). Proximal
-over engine enters as a truncated weight without gradient, and as the metric ``mismatch``.
+Three policies give each token a log-probability. The *engine* sampled it. The *proximal* policy is the trainer's before
+the first optimizer step on this step's data. The *new* policy has the gradient. Ratios are new over proximal, exactly 1
+before the first optimizer step. Ratios of new over engine are not 1, because engine and trainer round differently: with
+a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a clip of 3e-4 before any update. Proximal over
+engine is a truncated weight without gradient, and the metric ``mismatch``.
 
 ======== =========================================== ===================================== ================
-kind     of each token                               averaged                              arXiv
+kind     for each token                              averaged                              arXiv
 ======== =========================================== ===================================== ================
 ppo      min(r A, clip(r) A)                         over all tokens                       1707.06347 eq. 7
 dapo     the same, with a higher bound above         over all tokens                       2503.14476
@@ -21,8 +21,8 @@ m2po     r A, without the tokens of the largest      over all tokens            
 rloo     A log p                                     sum / samples                         2402.14740
 ======== =========================================== ===================================== ================
 
-All is averaged over the whole minibatch (:class:`Totals`), whatever part of it is at hand: losses of micro-batches and
-ranks add up to that of the undivided minibatch, and so do their gradients.
+Every average is over the whole minibatch (:class:`Totals`), so the losses and gradients of micro-batches and ranks add
+up to those of the undivided minibatch.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ Tensor = Any
 Kind = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "m2po", "rloo"]
 Level = Literal["none", "token", "sequence"]
 Statistics = dict[str, Tensor]
-"""Sums over tokens, and maxima (:data:`MAXIMA`), as tensors of one number in float64."""
+"""Sums over tokens, and maxima (:data:`MAXIMA`), as float64 scalars."""
 
 MAXIMA = {"mismatch_max", "log_ratio_max"}
-"""The statistics that are not sums."""
-FARTHEST = math.log(20)
-"""|log ratio| from which on M2PO masks a token though the second moment is small: ratios below 1/20 and above 20, about
-where AstraFlow has its bounds (343e808, ``_calculate_m2po_clip_range``). It also keeps the metrics finite."""
+"""Statistics that are maxima rather than sums."""
+MAX_LOG_RATIO = math.log(20)
+"""|log ratio| above which M2PO always masks a token: ratios below 1/20 or above 20. AstraFlow has similar bounds
+(343e808, ``_calculate_m2po_clip_range``). The limit also keeps the metrics finite."""
 
 
 class Totals(Protocol):
-    """What a loss is divided by, of the whole minibatch: all its micro-batches on all ranks."""
+    """Divisors of a loss: totals of the whole minibatch, over all its micro-batches and ranks."""
 
     tokens: int
-    """Tokens that count."""
+    """Tokens to train on."""
     sequences: int
     """Sequences with such tokens."""
     samples: int
     """Rollouts with such tokens."""
     longest: int
-    """Tokens that a rollout has at most: Dr.GRPO's constant."""
+    """Largest number of such tokens in a rollout: Dr.GRPO's constant."""
 
 
 SECOND_MOMENT = 0.04
@@ -68,10 +68,10 @@ SECOND_MOMENT = 0.04
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Which loss, with what bounds.
+    """The kind of a loss and its bounds.
 
     Raises:
-        ConfigError: a kind or level that there is not.
+        ConfigError: the kind or the level is unknown.
     """
 
     kind: Kind
@@ -80,28 +80,28 @@ class Loss:
     entropy: float = 0.0
     """Coefficient of the mean entropy over tokens, which is maximised."""
     importance: Level = "token"
-    """Weights of proximal over engine: by token, or the product over a sequence."""
+    """Importance weights of proximal over engine: by token, or the product over a sequence."""
     truncate: float = 2.0
-    """The largest such weight."""
+    """Upper bound of an importance weight."""
 
     def __post_init__(self) -> None:
         for value, kinds in ((self.kind, get_args(Kind)), (self.importance, get_args(Level))):
             if value not in kinds:
-                raise ConfigError(f"loss: there is no {value!r}; expected one of {', '.join(kinds)}")
+                raise ConfigError(f"loss: {value!r} is unknown; expected one of {', '.join(kinds)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """S sequences of T tokens in all, end to end, on one device."""
+    """S concatenated sequences of T tokens in all, on one device."""
 
     offsets: Tensor
     """int64 (S+1), where each sequence begins."""
     mask: Tensor
-    """bool (T), the tokens that count."""
+    """bool (T), true for tokens to train on."""
     proximal: Tensor
-    """float (T), log-probabilities; any value where the mask is not set, as in what follows."""
+    """float (T), log-probabilities. Here and below, values of masked tokens are arbitrary."""
     engine: Tensor
-    """float (T), log-probabilities, NaN where nothing was sampled."""
+    """float (T), log-probabilities; NaN if not sampled."""
     advantages: Tensor
     """float (T)."""
     weights: Tensor
@@ -114,15 +114,15 @@ def policy_loss(
     """Returns this micro-batch's share of the minibatch's loss, and sums for :func:`report`.
 
     Args:
-        loss: which loss.
+        loss: kind and bounds of the loss.
         new: float (T), log-probabilities, with gradient.
-        entropies: float (T), of the distribution that each token was drawn from; with gradient if there is a bonus.
+        entropies: float (T), entropy of the distribution of each token; with gradient if there is an entropy bonus.
         batch: the micro-batch; it may be empty.
-        totals: of the minibatch.
+        totals: totals of the minibatch.
         limit: M2PO's bound of |log new − log engine|, from :func:`second_moment_limit`.
     """
     mask = batch.mask
-    # What does not count becomes 0 here and now: NaN times 0 is NaN, in the backward pass too.
+    # Set masked values to 0 now: NaN times 0 is NaN, also in the backward pass.
     new, entropies, proximal, engine, advantages, weights = (
         torch.where(mask, value, torch.zeros_like(value))
         for value in (new, entropies, batch.proximal, batch.engine, batch.advantages, batch.weights)
@@ -143,12 +143,12 @@ def policy_loss(
             low, high = torch.zeros_like(mask), torch.zeros_like(mask)
         else:
             if loss.kind == "m2po":
-                far = (held - engine).abs() >= min(limit, FARTHEST)
+                far = (held - engine).abs() >= min(limit, MAX_LOG_RATIO)
                 low, high = far & (held < engine), far & (held > engine)
             low, high = low & (advantages < 0), high & (advantages > 0)
             coefficient = torch.where(low | high, torch.zeros_like(ratio), ratio)
-    # One form for all: the surrogate's gradient is coefficient × advantage × the gradient of log p, since a ratio's is
-    # the ratio times that of log p (in GSPO the sequence's ratio times each token's), and 0 where it is clipped. The
+    # All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
+    # gradient is the ratio times that of log p (in GSPO the sequence's ratio times each token's), and 0 if clipped. The
     # value is added without gradient.
     slope = coefficient * advantages * importance * weights
     value = _value(loss, ratio, low, high, slope, advantages * importance * weights, held)
@@ -156,21 +156,21 @@ def policy_loss(
     share = (by_token * _per_token(loss, counted, batch.offsets, totals)).sum()
     statistics = _statistics(mask, held, proximal, engine, entropies.detach(), importance, truncated, low, high)
     statistics["loss"] = share.detach().double()
-    if loss.entropy:  # else its gradient, which is as large as that of log p, is not computed
+    if loss.entropy:  # otherwise skip the gradient of the entropy, which is as large as that of log p
         share = share - loss.entropy * entropies.sum() / max(totals.tokens, 1)
     return share, statistics
 
 
 def importance_weights(loss: Loss, log_weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the truncated weights of proximal over engine, float (T), and bool (T): where the cap bounds them.
+    """Returns the truncated weights of proximal over engine, float (T), and whether they are truncated, bool (T).
 
-    Truncated importance sampling is Ionides 2008; between engine and trainer Yao et al. 2025, Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training.
+    Truncated importance sampling is by Ionides 2008. Yao et al. 2025 apply it between engine and trainer (Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training).
 
     Args:
-        loss: its ``importance`` and ``truncate``.
-        log_weights: float (T), log proximal − log engine, 0 where nothing counts.
-        offsets: int64 (S+1), where each sequence begins.
+        loss: ``importance`` and ``truncate`` are used.
+        log_weights: float (T), log proximal − log engine, 0 for masked tokens.
+        offsets: int64 (S+1), start of each sequence.
     """
     if loss.importance == "none":
         return torch.ones_like(log_weights), torch.zeros_like(log_weights, dtype=torch.bool)
@@ -181,14 +181,15 @@ def importance_weights(loss: Loss, log_weights: Tensor, offsets: Tensor) -> tupl
 
 
 def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
-    """Returns the |log ratio| from which on M2PO masks tokens: without them the mean square is at most ``threshold``.
+    """Returns the |log ratio| from which M2PO masks tokens, so that the mean square of the others is below
+    ``threshold``.
 
-    Ratios are of proximal over engine, which are known before the first gradient, so that one limit holds for the whole
-    minibatch however it is divided (so does AReaL, 00d07c0 ``_apply_m2po_masking``, in each part). Only tokens whose
-    ratio has gone where PPO would clip are looked at, as in the authors' code (Infini-AI-Lab/M2PO, 4514ce2).
+    The ratios are proximal over engine. They are known before the first gradient, so one limit holds for the whole
+    minibatch, no matter how it is divided. AReaL applies a limit to each part (00d07c0, ``_apply_m2po_masking``). As in
+    the authors' code (Infini-AI-Lab/M2PO, 4514ce2), only tokens whose ratio moved towards PPO's clip count.
 
     Args:
-        batches: all micro-batches of the minibatch; with several ranks, of all of them.
+        batches: all micro-batches of the minibatch on all ranks.
         threshold: τ of the paper.
     """
     found = [torch.zeros(0)]
@@ -202,7 +203,7 @@ def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
 
 
 def add(first: Statistics, second: Statistics) -> Statistics:
-    """Returns the statistics of both micro-batches together."""
+    """Combines the statistics of two micro-batches."""
     return {
         name: torch.maximum(first[name], second[name]) if name in MAXIMA else first[name] + second[name]
         for name in first
@@ -210,13 +211,14 @@ def add(first: Statistics, second: Statistics) -> Statistics:
 
 
 def report(statistics: Statistics) -> dict[str, float]:
-    """Returns what a person reads, of sums over micro-batches and ranks.
+    """Converts sums over micro-batches and ranks to readable metrics.
 
-    ``loss`` as minimised, without the entropy bonus. Means over tokens: ``entropy``; ``clipped`` (share whose ratio had
-    no gradient, or for CISPO a bounded weight), in parts ``clipped_low`` and ``clipped_high``; ``kl`` (proximal to new)
-    and ``engine_kl`` (engine to proximal), by the estimator k3 of Schulman 2020 (joschu.net/blog/kl-approx.html);
-    ``mismatch`` (|log engine − log proximal|); ``importance`` (the weights used) and ``truncated`` (share at the cap).
-    ``effective``: effective sample size of the weights new / engine, as a share of the tokens. And the maxima.
+    ``loss`` is the minimised loss without the entropy bonus. Means over tokens: ``entropy``; ``clipped`` (share without
+    a gradient, or for CISPO with a bounded weight), split into ``clipped_low`` and ``clipped_high``; ``kl`` (proximal
+    to new) and ``engine_kl`` (engine to proximal), by the estimator k3 of Schulman 2020
+    (joschu.net/blog/kl-approx.html); ``mismatch`` (|log engine − log proximal|); ``importance`` (the weights used) and
+    ``truncated`` (share at the cap). ``effective`` is the effective sample size of the weights new / engine, as a share
+    of the tokens. The maxima follow.
     """
     sums = {name: float(value) for name, value in statistics.items()}
     tokens = max(sums["tokens"], 1.0)
@@ -262,19 +264,19 @@ _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """(T) → (S). In the order of the tokens on every device, unlike ``index_add``."""
+    """Sums (T) to (S) in the order of the tokens on every device, unlike ``index_add``."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
 
 
 def _spread(values: Tensor, offsets: Tensor) -> Tensor:
-    """(S) → (T)."""
+    """Expands (S) to (T)."""
     return values.repeat_interleave(offsets.diff())
 
 
 def _value(
     loss: Loss, ratio: Tensor, low: Tensor, high: Tensor, slope: Tensor, weighted: Tensor, held: Tensor
 ) -> Tensor:
-    """The surrogate of each token, without gradient; ``weighted``: its advantage times its weights."""
+    """Returns the surrogate of each token, without gradient. ``weighted`` is its advantage times its weights."""
     if loss.kind in ("cispo", "rloo"):
         return slope * held
     if loss.kind == "m2po":
@@ -284,7 +286,7 @@ def _value(
 
 
 def _per_token(loss: Loss, counted: Tensor, offsets: Tensor, totals: Totals) -> Tensor:
-    """What each token's loss is multiplied by, a number or (T)."""
+    """Returns the factor of each token's loss, as a number or (T)."""
     match loss.kind:
         case "grpo" | "gspo":
             return _spread(1 / counted.clamp(min=1), offsets) / max(totals.sequences, 1)
@@ -308,7 +310,7 @@ def _statistics(
     high: Tensor,
 ) -> Statistics:
     moved, apart = (new - proximal).double(), (proximal - engine).double()
-    drift = (new - engine).double().clamp(-FARTHEST, FARTHEST).exp()
+    drift = (new - engine).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     surplus = drift * (new + entropies).double()
     sums = {
         "tokens": mask,
@@ -326,7 +328,7 @@ def _statistics(
         "surplus_squares": surplus.square(),
     }
     found = {name: torch.where(mask, value.double(), 0.0).sum() for name, value in sums.items()}
-    nothing = torch.zeros(1, dtype=torch.float64, device=mask.device)  # of an empty batch there is no maximum
+    nothing = torch.zeros(1, dtype=torch.float64, device=mask.device)  # an empty batch has no maximum
     found["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
     found["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
     return found

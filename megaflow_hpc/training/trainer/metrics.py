@@ -1,4 +1,4 @@
-"""What a step is measured by: seconds by what they were spent on, statistics of its tokens, TensorBoard's files."""
+"""Measures a step: seconds by stage, statistics of its tokens, TensorBoard files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaflow_hpc.training.trainer.model import ProcessGroup
 
 
 class StageClock:
-    """Seconds of a step by what they were spent on."""
+    """Sums the seconds of a step by stage."""
 
     def __init__(self, device: Any) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,10 +34,10 @@ class StageClock:
 
 
 class WeightedMean:
-    """Sums over micro-batches, then over ranks and minibatches.
+    """Adds statistics of micro-batches, ranks and minibatches.
 
     Attributes:
-        rows: tokens that passed the model.
+        rows: number of tokens that passed through the model.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class WeightedMean:
         self.join(found)
 
     def join(self, other: WeightedMean) -> None:
-        """Adds what another one has summed up."""
+        """Adds the statistics of another instance."""
         self._sums = losses.add(self._sums, other._sums) if self._sums else other._sums
         self.rows += other.rows
         for version, (apart, count) in other._versions.items():
@@ -68,7 +68,7 @@ class WeightedMean:
             self._versions[version] = before[0] + apart, before[1] + count
 
     def of_all(self, ranks: ProcessGroup) -> WeightedMean:
-        """Returns that of all ranks, on every rank; collective."""
+        """Returns the statistics of all ranks, on every rank. All ranks must call it."""
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
         found = WeightedMean()
         for part in ranks.gather(self):
@@ -76,7 +76,7 @@ class WeightedMean:
         return found
 
     def report(self) -> dict[str, float]:
-        """Returns the statistics as a person reads them; see :func:`~megaflow_hpc.training.trainer.losses.report`."""
+        """Returns readable metrics; see :func:`~megaflow_hpc.training.trainer.losses.report`."""
         return losses.report(self._sums)
 
     def sampling(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class WeightedMean:
 
 
 class Board:
-    """TensorBoard's files, where it is installed."""
+    """Writes TensorBoard files, if TensorBoard is installed."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = None

@@ -1,16 +1,16 @@
-"""The policy as the trainer holds it: log-probabilities and entropies of the tokens of a packed row.
+"""The policy in the trainer: log-probabilities and entropies of the tokens of a packed row.
 
-A row holds several sequences without padding. Each attends to itself alone: attention runs over one sequence after the
-other, causally, so that no mask of T × T is made, and the fused kernels apply. (Transformers' own ``sdpa`` recognises
-packed sequences by their positions too, and makes that mask: 1 GB for 32,768 tokens.) Of models that mix tokens in
-other ways (convolutions, state spaces) sequences would leak into one another; :func:`load` compares a packed row with
-its sequences one by one through the model's own forward, and refuses what differs.
+A row holds several sequences without padding, and each attends only to itself. Attention runs over one sequence after
+the other, causally. So no T × T mask is made, and the fused kernels apply. (Transformers' own ``sdpa`` recognises
+packed sequences by their positions too, but makes that mask: 1 GB for 32,768 tokens.) Models that mix tokens in other
+ways (convolutions, state spaces) would leak one sequence into another. :func:`load` compares a packed row with its
+single sequences through the model's own forward, and refuses a model that gives different results.
 
-Logits are computed for the tokens that count, a chunk at a time, and again in the backward pass, so that those of
-150,000 words × 32,768 tokens never lie in memory together.
+Logits are computed for the judged tokens only, in chunks, and again in the backward pass. So the logits of 150,000
+words × 32,768 tokens are never in memory together.
 
-Several ranks (``torchrun``) share parameters by FSDP2; gradients are summed over ranks, as losses divide by the tokens
-of all of them.
+Several ranks (``torchrun``) share parameters by FSDP2. Gradients are summed over ranks, because losses divide by the
+tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 
-LOGITS = 2**26
-"""Logits computed at once, 256 MB in float32; backward holds three or four times as much."""
-ATTENTION = "megaflow_packed"
-"""The name under which transformers knows :func:`_attend`."""
+CHUNK_LOGITS = 2**26
+"""Logits in a chunk, 256 MB in float32. The backward pass holds three or four times as much."""
+ATTENTION_NAME = "megaflow_packed"
+"""Name under which transformers knows :func:`_attend`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Mean difference of log-probabilities, packed against alone, above which a model does not pack; bfloat16 rounds logits
-around 16 by 0.06."""
+MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Largest accepted mean difference of log-probabilities between packed and single sequences. It is large for bfloat16,
+which rounds logits around 16 by 0.06."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among those that train one policy."""
+    """The processes that train one policy, as seen by this process."""
 
     rank: int = 0
     count: int = 1
@@ -49,7 +49,7 @@ class ProcessGroup:
 
     @property
     def first(self) -> bool:
-        """Whether it is the rank that writes."""
+        """True if this is the rank that writes."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -73,17 +73,17 @@ class ProcessGroup:
         return found
 
     def leave(self) -> None:
-        """Waits for all ranks, and parts with them; one that just exits takes others down."""
+        """Waits for all ranks, then leaves the group. A rank that just exits would take the others down."""
         if self.count > 1:
             dist.barrier()
             dist.destroy_process_group()
 
 
 def join() -> ProcessGroup:
-    """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``); alone, no port is opened.
+    """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``). A single rank opens no port.
 
-    They meet at ``MEGAFLOW_TRAINER_STORE``, a URL as ``init_process_group`` takes it, where that is set: torch's own
-    store listens at every address of a node, and those of one node can do with a file.
+    If ``MEGAFLOW_TRAINER_STORE`` is set, the ranks meet at this URL, in the format of ``init_process_group``. torch's
+    own store listens on every address of a node; ranks on one node can use a file instead.
     """
     here, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
@@ -97,12 +97,12 @@ def join() -> ProcessGroup:
 
 
 class PolicyModel(torch.nn.Module):
-    """A causal language model over packed rows; make one with :func:`load`.
+    """A causal language model over packed rows; created by :func:`load`.
 
     Attributes:
         causal: the transformers model, with LoRA layers if configured.
         adapter: the peft model that wraps it, or ``None``.
-        stored: dtype of the weights in the model directory and in written versions.
+        stored: dtype of the weights in the model directory and in published versions.
         temperature: sampling temperature, by which logits are divided.
     """
 
@@ -113,32 +113,36 @@ class PolicyModel(torch.nn.Module):
         self.words = int(causal.get_input_embeddings().weight.shape[0])
         self.stored = causal.dtype
         self.temperature = 1.0
-        self._adapter: tuple[Any, ...] = ()  # in a tuple: it holds ``causal``, whose parameters are to be found once
+        self._adapter: tuple[
+            Any, ...
+        ] = ()  # a tuple hides it from torch, which would find the parameters of ``causal`` twice
 
     @property
     def adapter(self) -> Any:
         return self._adapter[0] if self._adapter else None
 
     def forward(self, tokens: Any, positions: Any, offsets: Sequence[int], where: Any) -> tuple[Any, Any]:
-        """Returns log-probabilities and entropies, each float32 (T), 0 where not asked for.
+        """Returns log-probabilities and entropies, each float32 (T), 0 for tokens that are not judged.
 
         Args:
-            tokens: int64 (T), the sequences one after the other.
+            tokens: int64 (T), the concatenated sequences.
             positions: int64 (T), from 0 in each sequence.
-            offsets: (S + 1), where sequences begin.
-            where: int64 (N), the tokens to judge, each predicted from the one before; never a sequence's first.
+            offsets: (S + 1), start of each sequence.
+            where: int64 (N), indices of the tokens to judge. The first token of a sequence cannot be judged.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
         inner = self.causal.base_model
         out = inner(input_ids=tokens[None], position_ids=positions[None], use_cache=False, sequence_lengths=lengths)
         hidden = out.last_hidden_state[0]
         picked, wanted = hidden[where - 1], tokens[where]
-        size = max(1, LOGITS // self.words)
+        size = max(1, CHUNK_LOGITS // self.words)
         parts = [
             checkpoint(self._judge, h, w, use_reentrant=False, preserve_rng_state=False)
             for h, w in zip(picked.split(size), wanted.split(size), strict=True)
         ]
-        nothing = hidden.sum(dtype=torch.float32) * 0.0  # ranks whose tokens are all masked take part in backward too
+        nothing = (
+            hidden.sum(dtype=torch.float32) * 0.0
+        )  # a rank whose tokens are all masked still takes part in the backward pass
         logprobs, entropies = (
             (torch.zeros(len(tokens), device=tokens.device) + nothing).index_copy(0, where, torch.cat(column))
             for column in zip(*parts, strict=True)
@@ -146,7 +150,8 @@ class PolicyModel(torch.nn.Module):
         return logprobs, entropies
 
     def _judge(self, hidden: Any, tokens: Any) -> tuple[Any, Any]:
-        """Log-probabilities of ``tokens`` (n) after ``hidden`` (n, H), and the entropy of what could come there."""
+        """Returns the log-probabilities of ``tokens`` (n) after ``hidden`` (n, H), and the entropies of their
+        distributions."""
         logits = self.causal.get_output_embeddings()(hidden).float()
         config = self.causal.config
         logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
@@ -157,11 +162,11 @@ class PolicyModel(torch.nn.Module):
         return every.gather(-1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def trained(self) -> Iterator[tuple[str, Any]]:
-        """Yields name and parameter of what is trained, in a fixed order."""
+        """Yields name and parameter of each trained parameter, in a fixed order."""
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def share(self, ranks: ProcessGroup) -> PolicyModel:
-        """Moves the parameters to the device, and shares them among the ranks where there are several."""
+        """Moves the parameters to the device, and shards them if there are several ranks."""
         if ranks.count == 1:
             return self.to(ranks.device)
         from torch.distributed.device_mesh import init_device_mesh  # type: ignore[import-not-found]
@@ -178,14 +183,14 @@ class PolicyModel(torch.nn.Module):
             "reshard_after_forward": True,
         }
         layers = set(self.causal._no_split_modules or ())
-        # Layer by layer to the device, and only a share of it stays there: the whole need not fit.
+        # Layer by layer, so that the device never has to hold the whole model.
         for module in [m for m in self.modules() if type(m).__name__ in layers]:
             fully_shard(module, **how)
         fully_shard(self, **how)
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo scales nothing by itself
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
         return self
 
 
@@ -200,13 +205,13 @@ def load(
 
     Args:
         path: the directory.
-        dtype: ``float32`` or ``bfloat16``, in which is computed; what is trained is kept in float32 by the optimizer.
-        lora: ``rank``, ``alpha`` and ``targets`` (names of modules, or ``all-linear``), as in the campaign file; needs
+        dtype: ``float32`` or ``bfloat16`` for computing. The optimizer keeps trained parameters in float32.
+        lora: ``rank``, ``alpha`` and ``targets`` (module names, or ``all-linear``), as in the campaign file. Needs
             peft.
-        recompute: compute layers again in the backward pass instead of keeping what they computed.
+        recompute: compute layers again in the backward pass instead of keeping their results.
 
     Raises:
-        ConfigError: no model directory, no peft, or a model whose sequences cannot be packed.
+        ConfigError: the directory is not a model, peft is missing, or the model's sequences cannot be packed.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM  # type: ignore[import-not-found]
     from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
@@ -220,31 +225,31 @@ def load(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     try:
-        # Without trust_remote_code, transformers would ask on the terminal whether to run the model's code.
+        # If trust_remote_code is unset, transformers asks on the terminal whether to run the model's code.
         causal = AutoModelForCausalLM.from_pretrained(
             source, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"{source}: its config.json names Python code of its own (auto_map), which is not run; train a model "
+                f"{source}: its config.json names its own Python code (auto_map), which is not run; train a model "
                 "that transformers has a class for"
             ) from None
-        raise ConfigError(f"{source}: is not loaded as a causal language model: {error}") from None
+        raise ConfigError(f"{source}: cannot be loaded as a causal language model: {error}") from None
     for parameter in causal.parameters():
-        parameter.data = parameter.data.clone()  # they are views of the mapped file, which others may replace
+        parameter.data = parameter.data.clone()  # copied, because another process may replace the memory-mapped file
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # what was sampled without is judged without
+            module.p = 0.0  # the engine samples without dropout
     policy = PolicyModel(causal, source)
     about = json.loads((source / "config.json").read_text())
     stored = about.get("dtype") or about.get("torch_dtype")
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
     reference = _alone(policy)
-    # cuDNN, which torch prefers on recent GPUs, builds a plan for each new length of a sequence, forward and backward.
+    # torch prefers cuDNN on recent GPUs, but cuDNN builds forward and backward plans for each new sequence length.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionInterface.register(ATTENTION, _attend)
-    causal.set_attn_implementation(ATTENTION)
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    causal.set_attn_implementation(ATTENTION_NAME)
     _check_packing(policy, reference)
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)
@@ -267,9 +272,9 @@ def _attend(
     sequence_lengths: Sequence[int] = (),
     **others: Any,
 ) -> tuple[Any, None]:
-    """Attention of each sequence of the row (1, heads, T, size) to itself; as transformers' attention interface asks.
+    """Applies attention to each sequence of the row (1, heads, T, size) alone, by transformers' attention interface.
 
-    Its causal kernels need no mask. A window narrower than a sequence has one, of that sequence alone.
+    The causal kernels need no mask. If the sliding window is narrower than a sequence, that sequence gets a mask.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # type: ignore[import-not-found]
 
@@ -288,14 +293,14 @@ def _attend(
 
 
 def _row(words: int) -> tuple[Any, list[int]]:
-    """Three short sequences that any vocabulary has."""
+    """Returns three short sequences that fit any vocabulary."""
     offsets = [0, 5, 6, 14]
     return torch.arange(1, offsets[-1] + 1) * 7 % words, offsets
 
 
 @torch.no_grad()
 def _alone(policy: PolicyModel) -> Any:
-    """Log-probabilities of :func:`_row`, each sequence by itself through the model's own forward and head."""
+    """Returns the log-probabilities of :func:`_row`, sequence by sequence through the model's own forward and head."""
     tokens, offsets = _row(policy.words)
     policy.eval()
     found = []
@@ -315,11 +320,11 @@ def _check_packing(policy: PolicyModel, alone: Any) -> None:
         packed = policy(tokens, positions, offsets, where)[0][where]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{policy.source}: {kind} cannot be trained on packed sequences: {error}") from error
-    if not (off := float((packed - alone).abs().mean())) <= TOLERANCE[policy.causal.dtype]:
+    if not (off := float((packed - alone).abs().mean())) <= MAX_PACKING_ERROR[policy.causal.dtype]:
         raise ConfigError(
-            f"{policy.source}: {kind} gives other log-probabilities for packed sequences than for each alone (mean "
-            f"difference {off:.2g}): its layers mix tokens in ways that this trainer does not know, or its head scales "
-            "logits; train a model with softmax attention, or use a trainer of your own"
+            f"{policy.source}: {kind} gives different log-probabilities for packed and for single sequences (mean "
+            f"difference {off:.2g}): its layers mix tokens in ways that this trainer does not support, or its head "
+            "scales logits; train a model with softmax attention, or use another trainer"
         )
 
 
@@ -335,5 +340,5 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    # In the model's dtype, as FSDP takes parameters of one; the optimizer holds them in float32.
+    # Keeps the model's dtype, because FSDP needs a single one. The optimizer holds float32 copies.
     return get_peft_model(causal, config, autocast_adapter_dtype=False)

@@ -1,8 +1,8 @@
-"""AdamW over float32 copies of what is trained, with a clipped norm.
+"""AdamW over float32 copies of the trained parameters, with a clipped gradient norm.
 
-Parameters in bfloat16 would swallow most updates: at a learning rate of 1e-6 an update is far below half a unit in the
-last place of a usual weight. So the optimizer keeps masters in float32, which gradients are summed into, and the
-model's parameters are their rounding. Parameters in float32 are their own masters.
+Parameters in bfloat16 would lose most updates: at a learning rate of 1e-6, an update is far below half a unit in the
+last place of a typical weight. So the optimizer keeps float32 *masters* and accumulates gradients in them. The model's
+parameters are rounded copies of the masters. Parameters in float32 are their own masters.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from megaflow_hpc.training.trainer.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of malloc.h: bytes at the heap's end that are given back (-1: never); how many blocks have a mapping of their own."""
+"""Options of ``mallopt`` (malloc.h): how much free heap is returned to the kernel, and how many blocks may be mapped.
+Options of ``mallopt`` (malloc.h): how much free heap is returned to the kernel, and how many blocks may be mapped."""
 
 
 class Optimizer:
     """AdamW of a policy's trained parameters.
 
     Args:
-        policy: after :meth:`~megaflow_hpc.training.trainer.model.PolicyModel.share`.
-        lr, betas, eps, weight_decay: AdamW's.
-        clip_norm: largest norm of the whole gradient, over all ranks; ``None`` clips nothing.
+        policy: the policy, after :meth:`~megaflow_hpc.training.trainer.model.PolicyModel.share`.
+        lr, betas, eps, weight_decay: parameters of AdamW.
+        clip_norm: maximum norm of the whole gradient over all ranks; ``None`` disables clipping.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Optimizer:
             if parameter.dtype != torch.float32:
                 master = torch.nn.Parameter(parameter.detach().float())
                 self._rounded.append((parameter, master))
-                parameter.register_post_accumulate_grad_hook(_Into(master))
+                parameter.register_post_accumulate_grad_hook(_MasterGradient(master))
             self.masters[name] = master
         if not self.masters:
             raise ConfigError("the model has no parameter to train")
@@ -60,14 +61,14 @@ class Optimizer:
         )
 
     def step(self, lr: float | None = None) -> float:
-        """Applies the gradients that backward passes left, and forgets them; returns their norm before clipping.
+        """Applies the accumulated gradients and clears them; returns their norm before clipping.
 
         Raises:
-            ConfigError: the norm is no number; nothing was changed, and the gradients are forgotten.
+            ConfigError: the norm is not finite. Parameters are unchanged, and the gradients are cleared.
         """
         try:
             for master in self.masters.values():
-                if master.grad is None:  # nothing went through it, as through an expert; the moments decay all the same
+                if master.grad is None:  # unused in this step, like an expert; its moments still decay
                     master.grad = torch.zeros_like(master)
             gradients = [master.grad for master in self.masters.values()]
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -89,10 +90,10 @@ class Optimizer:
 
     @torch.no_grad()
     def to(self, device: Any) -> None:
-        """Moves the policy, masters and moments to a device, of what ranks share each its part; no gradient is left."""
+        """Moves the policy, masters and moments to a device, each rank its own share. Gradients are dropped."""
         _keep_memory()
         self.policy.to(device)
-        torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # in their places, as a module's are
+        torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # moves them in place
         for master in self.masters.values():
             self._state(master).update({name: self._state(master)[name].to(device) for name in MOMENTS})
         if torch.cuda.is_available():
@@ -100,13 +101,13 @@ class Optimizer:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Makes the model's parameters the rounding of their masters."""
+        """Sets the model's parameters to their rounded masters."""
         for parameter, master in self._rounded:
             parameter.copy_(master)
 
     @property
     def updates(self) -> int:
-        """Steps taken so far."""
+        """Number of steps so far."""
         return int(self._state(next(iter(self.masters.values())))["step"])
 
     @updates.setter
@@ -115,7 +116,8 @@ class Optimizer:
             self._state(master)["step"].fill_(count)
 
     def tensors(self) -> dict[str, Any]:
-        """Returns masters and moments by name: the tensors themselves, so that what is read into them is the state."""
+        """Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the state.
+        Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the state."""
         found: dict[str, Any] = {}
         for name, master in self.masters.items():
             state = self._state(master)
@@ -124,7 +126,7 @@ class Optimizer:
         return found
 
     def _state(self, master: Any) -> dict[str, Any]:
-        """AdamW's state of a parameter, made before its first step as AdamW itself would."""
+        """Returns AdamW's state of a parameter; before the first step, creates it as AdamW would."""
         state: dict[str, Any] = self.adamw.state[master]
         if not state:
             state.update(
@@ -135,8 +137,8 @@ class Optimizer:
         return state
 
 
-class _Into:
-    """Moves the gradient of a rounded parameter into its master's."""
+class _MasterGradient:
+    """Moves the gradient of a rounded parameter to its master."""
 
     def __init__(self, master: Any) -> None:
         self._master = master
@@ -149,12 +151,11 @@ class _Into:
 
 @cache
 def _keep_memory() -> None:
-    """Has this process keep memory that it frees, so that tensors that come back from GPUs find what they left there.
+    """Makes malloc keep freed memory, so that tensors moved from GPUs reuse it.
 
-    Pages that the kernel gives anew are zeroed first: of 4.3 GB that an H200 sent, 2.7 s, and 0.4 s to memory that was
-    kept.
+    The kernel zeroes new pages first. Moving 4.3 GB from an H200 took 2.7 s with new pages and 0.4 s with kept ones.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)

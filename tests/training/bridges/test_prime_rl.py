@@ -85,7 +85,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prime_rl, "POLL_S", 0.02)
+    monkeypatch.setattr(prime_rl, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(dataflow, "MAX_POLL_S", 0.02)
 
 
@@ -198,8 +198,8 @@ def test_notes_that_a_bridge_left_when_it_died_after_the_last_step_are_removed_b
     assert commit is not None
     files.commit(msgspec.structs.replace(commit, step=4, checkpoint=str((kept / "4").relative_to(run.path))))
     for name, content in {
-        "1": [prime_rl.NOTE],
-        "2": [f".{prime_rl.NOTE}.7.0a"],
+        "1": [prime_rl.NOTE_FILE],
+        "2": [f".{prime_rl.NOTE_FILE}.7.0a"],
         "3": [],
         "5": [],
         "0": ["other"],
@@ -246,7 +246,7 @@ def test_a_broadcast_whose_mark_seems_older_is_taken_once_nothing_changes(
     os.utime(tmp_path / "broadcasts/step_0/STABLE", (0, 0))  # another node's clock
     broadcast = prime_rl.Broadcast(tmp_path / "broadcasts/step_0")
     assert not broadcast.take(tmp_path / "target")
-    monkeypatch.setattr(prime_rl, "SETTLED_S", 0.0)
+    monkeypatch.setattr(prime_rl, "UNCHANGED_S", 0.0)
     assert broadcast.take(tmp_path / "target")
 
 
@@ -270,12 +270,12 @@ def test_files_of_another_run_are_never_written_over(tmp_path: Path, capsys: pyt
     own = pods(run)
     with meanwhile(own.work):
         assert serve(run, output) == 2
-    assert "give each run an --output of its own" in capsys.readouterr().err
+    assert "give each run its own --output" in capsys.readouterr().err
     assert (output / "rollouts" / "step_1" / "rank_0.bin").read_bytes() == b"\x90"
 
 
 def test_an_output_in_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory; --output is made in one that is there"):
+    with pytest.raises(ConfigError, match="is not a directory; create the parent directory of --output"):
         prime_rl.hand_over(tmp_path / "none" / "prime", 1, [])
 
 
@@ -285,5 +285,5 @@ def test_what_was_begun_with_other_ranks_is_not_gone_on_with(tmp_path: Path) -> 
     with meanwhile(own.work, trainer.step):
         assert serve(run, output) == 0
     assert serve(run, output) == 0  # nothing is left to do
-    with pytest.raises(ConfigError, match="go on as it was begun"):
+    with pytest.raises(ConfigError, match="continue with the same settings"):
         prime_rl.PrimeBridge(Dataflow(run), output, 2, 64, print)

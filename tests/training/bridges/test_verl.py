@@ -77,5 +77,5 @@ def test_a_step_in_which_nothing_counts_and_one_of_several_ranks_are_refused(tmp
         verl.batch(Step(flow, step.plan))
     for rollout in step.plan.rollouts:
         rollout.weight = 0.0
-    with pytest.raises(ConfigError, match="no token of it counts"):
+    with pytest.raises(ConfigError, match="it has no token to train on"):
         verl.batch(step)

@@ -227,8 +227,8 @@ def test_old_checkpoints_and_those_of_dead_trainers_go_but_never_the_needed_one(
 
 
 def test_a_checkpoint_of_another_model_or_half_of_one_is_refused(found):
-    assert "is of another model" in found["other"]
-    assert "no whole checkpoint" in found["half-written"]
+    assert "belongs to another model" in found["other"]
+    assert "the checkpoint is incomplete" in found["half-written"]
     assert "4: is damaged" in found["damaged"]
 
 

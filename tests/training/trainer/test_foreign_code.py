@@ -58,7 +58,7 @@ def test_no_code_of_a_model_is_run_whatever_is_typed(tmp_path: Path) -> None:
         os.close(theirs)
     assert not mark.exists()
     assert "refused: " in done.stderr, done.stderr
-    assert "Python code of its own" in done.stderr
+    assert "its own Python code" in done.stderr
     assert "[y/N]" not in done.stdout
 
 

@@ -327,7 +327,7 @@ def test_deltas_are_a_tenth_of_the_bytes_and_what_was_trained(found):
 
 
 def test_rollouts_that_cannot_be_trained_on_change_nothing(found):
-    for name, said in (("token", "knows 259 tokens"), ("nan", "the loss is nan"), ("far", "another model")):
+    for name, said in (("token", "has 259 tokens"), ("nan", "the loss is nan"), ("far", "another model")):
         told, commits, published, checkpoints = found[name]
         assert said in (told or ""), name
         assert (commits, published, checkpoints) == ([], 0, [])

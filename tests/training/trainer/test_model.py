@@ -62,7 +62,7 @@ def one_by_one(policy):
                 loss = loss + logprob * scale[t] + 0.3 * entropy * positions[t].sin()
                 found[:, t] = torch.stack([logprob, entropy]).detach()
     loss.backward()
-    policy.causal.set_attn_implementation(room.ATTENTION)
+    policy.causal.set_attn_implementation(room.ATTENTION_NAME)
     return found, gradients(policy)
 
 
@@ -77,10 +77,10 @@ def alone(result, here):
     weigh(policy, *row()).backward()
     result["gradient"] = distance(gradients(policy), wanted)
     policy.zero_grad()
-    whole, room.LOGITS = room.LOGITS, 259 * 10
+    whole, room.CHUNK_LOGITS = room.CHUNK_LOGITS, 259 * 10
     weigh(policy, *row()).backward()
     result["chunks"] = distance(gradients(policy), wanted)
-    room.LOGITS = whole
+    room.CHUNK_LOGITS = whole
 
     tokens, positions, offsets, where = row()
     policy.zero_grad()
