@@ -94,8 +94,8 @@ async def measure(folder: Path, image: str, count: int, slots: int) -> str:
 
         async def one(number: int) -> None:
             began = time.monotonic()
-            done = await attempt.execute(services, Rollout(task.id, "nop", number, "nop"), task, 0)
-            assert done.reward == 1, done.error
+            done = await attempt.run_attempt(services, Rollout(task.id, "nop", number, "nop"), task, 0)
+            assert done.trajectory.reward == 1, done.trajectory.error
             totals.append(time.monotonic() - began)
 
         await one(0)
