@@ -66,7 +66,7 @@ def test_every_bullet_that_was_asked_for_has_its_row() -> None:
         *("3,000+ nested directories", "rewards: NaN", "idle connections", "malformed requests", "echo", "image_url"),
         *("kv_transfer_params", "nested seven deep", "hard links 50 MB", "sparse headers", "flooded by a replaced"),
         *("self-linked link", "NUL", "memfds", "socket buffers", "tmpfs", "deleted files", "/logs/verifier"),
-        *("empty files", "SIG_IGN", "io_uring", "40 MB of", ".jsonl.gz", "deep JSON", "YAML: deep"),
+        *("empty files", "SIG_IGN", "io_uring", "30 MB of", ".jsonl.gz", "deep JSON", "YAML: deep"),
         *("external storage", "soft links", "virtual data sets", "host's keys", "500 processes", "3,000 sparse logs"),
         *("control sequences", "not UTF-8", "/dev/shm", "host paths in PID 1", 'docker_image = "/"'),
         *("predictable scratch name", "newer major version"),

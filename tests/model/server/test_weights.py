@@ -147,7 +147,8 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
     planned = read_run(run)
     model = planned.policies["a"].model
     assert model is not None
-    for args, said in (({}, "enable-lora"), ({"enable-lora": True, "max-lora-rank": 4}, "has rank 8, but the engine takes at most 4")):
+    too_small = {"enable-lora": True, "max-lora-rank": 4}
+    for args, said in (({}, "enable-lora"), (too_small, "has rank 8, but the engine takes at most 4")):
         model["args"] = args
         write_run(run, planned)
         with pytest.raises(ConfigError, match=said):
