@@ -277,9 +277,9 @@ debian_files() {
 
 # program:package, the program being what shows that the package is there.
 # (fuse-overlayfs is what Apptainer falls back to where the kernel refuses users an overlay; the browser is for the tests
-# of reports, 96 MB; groff for that of the man page, zsh and tcsh for those of completion, modules for that of jobs.)
+# of reports, 96 MB; gcc for the program that starts commands in sandboxes; groff for that of the man page, zsh and tcsh for those of completion, modules for that of jobs.)
 TOOLS=(h5dump:hdf5-tools mksquashfs:squashfs-tools squashfuse:squashfuse fuse-overlayfs:fuse-overlayfs fakeroot:fakeroot
-  patchelf:patchelf git:git patch:patch chromium-headless-shell:chromium-headless-shell
+  patchelf:patchelf git:git patch:patch gcc:gcc chromium-headless-shell:chromium-headless-shell
   groff:groff-base zsh:zsh tcsh:tcsh modulecmd:environment-modules)
 SLURM=(slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd munged:munge mariadbd:mariadb-server-core)
 # Packages without a program of their own that the lab needs beside those.

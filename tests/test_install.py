@@ -187,3 +187,4 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         assert f"Classifier: Programming Language :: Python :: 3.{minor}\n" in metadata
     assert not [name for name in names if not name.startswith(("megaflow_hpc/", "megaflow_hpc-"))]
     assert any(name.endswith(".data/data/share/man/man1/megaflow-hpc.1") for name in names)
+    assert f"megaflow_hpc/environments/sandbox/commands/runner-{os.uname().machine}" in names

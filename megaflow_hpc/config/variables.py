@@ -120,7 +120,7 @@ _MODELS = (
 _BY_HAND = (
     Variable(
         "SANDBOX_WITHOUT",
-        "features that sandboxes do without, separated by commas: clones, overlay, nsenter",
+        "features that sandboxes do without, separated by commas: clones, overlay, nsenter, program",
         "none: each is used where it works",
         "sandboxes",
     ),

@@ -77,7 +77,7 @@ def median(
 
 
 def multiple(
-    name: str, limit: str, ours: Sequence[float], its: Sequence[float], goal: float | None, better: Better = "lower"
+    name: str, limit: str, ours: Sequence[float], its: Sequence[float], goal: float, better: Better = "lower"
 ) -> Figure:
     """The figure of how many times its limit ours is: the median over rounds, each with one value of both.
 

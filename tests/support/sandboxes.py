@@ -111,7 +111,14 @@ def in_sandbox(rootfs: str, scratch: Path) -> Callable[..., Any]:
     return runs(rootfs, scratch)
 
 
+@pytest.fixture(params=["program", "shell"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Commands are started by the program of runner.c, or by the shells of runner.sh."""
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "program" if request.param == "shell" else "")
+    return str(request.param)
+
+
 @pytest.fixture(params=["rootfs", "busybox_rootfs"], ids=["debian", "busybox"])
-def in_any_sandbox(request: pytest.FixtureRequest, scratch: Path) -> Callable[..., Any]:
-    """See :func:`runs`; of the base image, and of one that is nothing but busybox."""
+def in_any_sandbox(request: pytest.FixtureRequest, runner: str, scratch: Path) -> Callable[..., Any]:
+    """See :func:`runs`; of the base image, and of one that is nothing but busybox; with either runner."""
     return runs(request.getfixturevalue(request.param), scratch)

@@ -11,7 +11,7 @@ import time
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity, argv, descendants, environment, group, session
 
-_RUNNER = [b"/bin/sh", f"{CONTROL_DIR}/runner.sh".encode()]
+_RUNNER = f"{CONTROL_DIR}/runner".encode()
 
 
 def namespace_init(pid: int) -> int | None:
@@ -95,5 +95,6 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
 
 
 def is_runner(pid: int) -> bool:
-    """Returns whether a process of a sandbox claims to be one of the runner's shells."""
-    return argv(pid)[:2] == _RUNNER
+    """Returns whether a process of a sandbox claims to be the runner's: one of runner.sh's shells, or runner.c's."""
+    words = argv(pid)[:2]
+    return words in ([b"/bin/sh", _RUNNER + b".sh"], [_RUNNER, CONTROL_DIR.encode()])

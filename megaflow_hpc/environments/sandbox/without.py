@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from megaflow_hpc.errors import ConfigError
 
-Feature = Literal["clones", "overlay", "nsenter"]
+Feature = Literal["clones", "overlay", "nsenter", "program"]
 VARIABLE = "MEGAFLOW_SANDBOX_WITHOUT"
 
 

@@ -127,6 +127,7 @@ def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
         os.close(writing)
 
 
+@pytest.mark.usefixtures("runner")
 def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(rootfs: str, scratch: Path) -> None:
     """Seen from the host: files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
 
@@ -258,6 +259,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("setpriv", [True, False], ids=["parent-death signal", "end of the command pipe alone"])
 def test_a_killed_owner_leaves_no_process_and_the_janitor_removes_the_rest(
     rootfs: str, tmp_path: Path, setpriv: bool

@@ -1,17 +1,23 @@
-"""The runner: the image's own shell as PID 1, which starts the commands of a sandbox."""
+"""What starts commands inside: a program where one was built for this machine and runs, else the image's shell."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.environments import ApptainerSandbox
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox.commands import program
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants
+from tests.support.places import ROOT
 from tests.support.sandboxes import runs
 
 InSandbox = Callable[..., Any]
@@ -20,16 +26,16 @@ OWN = re.compile(rb"(OLDPWD|SHLVL|_|MEGAFLOW_COMMAND)=")
 """Variables that a shell keeps for itself, and the mark of a command."""
 
 
-def test_a_command_starts_alike_under_dash_and_bash(rootfs: str, scratch: Path) -> None:
-    """Environment, limits, signals and exit status do not depend on the image's shell."""
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_a_command_is_started_as_a_shell_would(
+    rootfs: str, scratch: Path, shell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environment, limits, signals and exit status, whichever of the two starts it."""
     commands: list[tuple[Any, dict[str, Any]]] = [
         (["env"], {}),
         (["env"], {"cwd": "/link", "env": {"BASE": "other", "PATH": "/bin", "MINE": "ä\n'$x"}}),
         (["env"], {"env": {f"V{number}": "v" * 100 for number in range(100)}}),  # more than a FIFO takes
-        (
-            "cat /proc/self/limits; umask; grep -E '^Sig(Blk|Ign|Cgt)|^Cap|^Seccomp:' /proc/self/status; pwd",
-            {"cwd": "/link"},
-        ),
+        ("ulimit -a; umask; grep -E '^Sig(Blk|Ign|Cgt)|^Cap|^Seccomp:' /proc/self/status; pwd", {"cwd": "/link"}),
         (["/w/script", "1"], {}),
         (["script", "x y"], {"env": {"PATH": "/none:/w:/bin"}}),
         (["/w/plain"], {}),
@@ -41,59 +47,88 @@ def test_a_command_starts_alike_under_dash_and_bash(rootfs: str, scratch: Path) 
         ("pwd", {"cwd": "/w/plain"}),
     ]
     made = (
-        "mkdir -p /a/b /v; ln -sfn /a/b /link; echo 'echo script $*' | tee script /v/plain; "
+        f"ln -sf {shell} /bin/sh; mkdir -p /a/b /v; ln -sfn /a/b /link; echo 'echo script $*' | tee script /v/plain; "
         "chmod +x script /v/plain; touch plain"
     )
 
-    def run_all(shell: str) -> list[tuple[int, set[bytes]]]:
-        async def use(sandbox: ApptainerSandbox) -> list[tuple[int, set[bytes]]]:
-            await sandbox.exec(f"ln -sf {shell} /bin/sh; {made}")
-            await sandbox.kill_processes()
-            results = [await sandbox.exec(command, **options) for command, options in commands]
-            return [(one.exit_code, set(one.stdout_bytes.splitlines())) for one in results]
+    async def use(sandbox: ApptainerSandbox) -> list[tuple[int, set[bytes]]]:
+        await sandbox.exec(made)
+        await sandbox.kill_processes()
+        results = [await sandbox.exec(command, **options) for command, options in commands]
+        return [(one.exit_code, set(one.stdout_bytes.splitlines())) for one in results]
 
-        found: list[tuple[int, set[bytes]]] = runs(rootfs, scratch)(use, workdir="/w", env={"BASE": "b b"})
-        return found
-
-    for what, one, other in zip(commands, run_all("dash"), run_all("bash"), strict=True):
+    found = []
+    for without in ("program", ""):
+        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", without)
+        found.append(runs(rootfs, scratch)(use, workdir="/w", env={"BASE": "b b"}))
+    for what, one, other in zip(commands, *found, strict=True):
         differ = {line for line in one[1] ^ other[1] if not OWN.match(line)}
         assert (one[0], differ) == (other[0], set()), what
 
 
-def test_each_command_has_its_own_process_group_and_no_terminal(in_any_sandbox: InSandbox) -> None:
+def test_each_command_has_its_own_session_and_no_terminal(
+    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGAFLOW_SANDBOX_WITHOUT", raising=False)
+
     async def use(sandbox: ApptainerSandbox) -> list[list[str]]:
         said = [await sandbox.exec(["cat", "/proc/self/stat"]) for _ in range(3)]
         return [one.stdout.rpartition(")")[0].split()[:1] + one.stdout.rpartition(")")[2].split()[2:5] for one in said]
 
-    found = in_any_sandbox(use)
-    assert all(pid == group and terminal == "0" for pid, group, _, terminal in found)
+    found = in_sandbox(use)
+    assert all(pid == group == session and terminal == "0" for pid, group, session, terminal in found)
+    assert len({session for _, _, session, _ in found}) == 3
 
 
-def test_a_command_that_kills_any_of_the_runners_processes_costs_commands_their_time_at_most(
-    rootfs: str, scratch: Path
+def not_for_this_machine() -> bytes:
+    """A program whose header names a machine that this is not."""
+    own = bytearray(Path("/bin/true").resolve().read_bytes())
+    struct.pack_into("<H", own, 18, 8)  # EM_MIPS
+    return bytes(own)
+
+
+@pytest.mark.parametrize("built", [None, b"", b"#!/no/such\n", b"exit 3\n", not_for_this_machine()])
+def test_where_the_program_is_missing_or_does_not_run_the_shells_do(
+    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, built: bytes | None
 ) -> None:
-    own = "grep -lsa '^/bin/sh./.megaflow/runner.sh' /proc/[0-9]*/cmdline | cut -d/ -f3 | grep -vx 1"
+    monkeypatch.setattr(program, "_built", lambda machine: built)
 
     async def use(sandbox: ApptainerSandbox) -> list[str]:
-        count, said = len((await sandbox.exec(f"sleep 1; {own}")).stdout.split()), []
-        for place in range(count):
-            await sandbox.exec(f"set -- $({own}); shift {place}; kill -9 $1; sleep 0.2", timeout_s=1)
-            for _ in range(2):  # the workers that wait
-                await sandbox.exec("true", timeout_s=1)
-            said.append((await sandbox.exec("echo fine", timeout_s=20)).stdout)
-        return said
+        return [(await sandbox.exec(command)).stdout for command in ("echo fine", "echo again; cat /proc/1/cmdline")]
 
-    said = runs(rootfs, scratch)(use)
-    assert len(said) >= 3
-    assert set(said) == {"fine\n"}
+    said = in_sandbox(use)
+    assert said[0] == "fine\n"
+    assert said[1].startswith("again\n/bin/sh\0/.megaflow/runner.sh")
 
 
-def test_nothing_of_a_command_is_in_the_runners_memory(rootfs: str, scratch: Path) -> None:
+def test_a_command_that_kills_any_of_the_runners_processes_costs_itself_at_most(
+    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGAFLOW_SANDBOX_WITHOUT", raising=False)
+    own = "grep -lsa '^/.megaflow/runner.[^.]' /proc/[0-9]*/cmdline | cut -d/ -f3"
+
+    async def use(sandbox: ApptainerSandbox) -> tuple[int, list[str]]:
+        count, said = len((await sandbox.exec(own)).stdout.split()), []
+        for signal in ("KILL", "TERM", "SEGV"):
+            for place in range(count):
+                await sandbox.exec(f"set -- $({own}); shift {place}; kill -{signal} $1; sleep 0.2", timeout_s=20)
+                said.append((await sandbox.exec("echo fine", timeout_s=20)).stdout)
+        return count, said
+
+    count, said = runs(rootfs, scratch)(use)
+    assert count >= 3  # main, reader, and the worker that waits
+    assert said == ["fine\n"] * (3 * count)
+
+
+def test_nothing_of_a_command_that_has_ended_is_in_the_runners_memory(
+    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A later command of the same sandbox may read it there: it must not find what an earlier one was given."""
+    monkeypatch.delenv("MEGAFLOW_SANDBOX_WITHOUT", raising=False)
     secret = os.urandom(16).hex()
 
-    def memory_of_runner(init: int) -> bytes:
-        found = b""
+    def held(init: int) -> int:
+        found = 0
         for pid in filter(is_runner, descendants(init)):
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
             with open(f"/proc/{pid}/mem", "rb") as memory:
@@ -102,17 +137,31 @@ def test_nothing_of_a_command_is_in_the_runners_memory(rootfs: str, scratch: Pat
                     if rights.startswith("rw"):
                         first, end = (int(part, 16) for part in place.split("-"))
                         memory.seek(first)
-                        found += memory.read(end - first)
+                        found += memory.read(end - first).count(secret.encode())
         return found
 
-    async def use(sandbox: ApptainerSandbox) -> tuple[bytes, bytes]:
-        assert sandbox.pid is not None
-        running = asyncio.create_task(sandbox.exec("sleep 2", env={"SECRET": secret}))
-        await asyncio.sleep(1)
-        during = memory_of_runner(sandbox.pid)
-        await running
-        return during, memory_of_runner(sandbox.pid)
+    async def main() -> tuple[int, int]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs)) as sandbox:
+                running = asyncio.create_task(sandbox.exec("sleep 2", env={"SECRET": secret}))
+                await asyncio.sleep(1)
+                assert sandbox.pid is not None
+                during = held(sandbox.pid)
+                await running
+                return during, held(sandbox.pid)
 
-    for memory in runs(rootfs, scratch)(use):
-        assert b"_mf_work" in memory, "it can be read at all"
-        assert secret.encode() not in memory
+    during, after = asyncio.run(main())
+    assert during, "it can be read at all"
+    assert after == 0
+
+
+def test_the_program_is_built_from_its_source_in_a_clone(tmp_path: Path) -> None:
+    commands = "megaflow_hpc/environments/sandbox/commands"
+    (tmp_path / commands).mkdir(parents=True)
+    for name in ("hatch_build.py", f"{commands}/runner.c", f"{commands}/runner.h"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(["python3", "hatch_build.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    built = tmp_path / commands / f"runner-{os.uname().machine}"
+    assert str(built) in done.stdout.splitlines()
+    assert subprocess.run([built], check=False).returncode == 0  # no words: it says no more than that it runs
+    assert sorted(os.listdir(tmp_path / commands)) == [built.name, "runner.c", "runner.h"]

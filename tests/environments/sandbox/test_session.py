@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 
 InSandbox = Callable[..., Any]
+
+pytestmark = pytest.mark.usefixtures("runner")
 
 
 def test_directory_variables_functions_and_jobs_hold_between_commands(in_sandbox: InSandbox) -> None:

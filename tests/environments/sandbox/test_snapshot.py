@@ -82,6 +82,7 @@ def test_a_packed_snapshot_in_one_file_brings_back_the_same_on_any_node(
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("runner")
 def test_a_command_under_way_stands_still_for_a_snapshot_and_goes_on(
     rootfs: str, scratch: Path, tmp_path: Path
 ) -> None:

@@ -1,10 +1,11 @@
-"""One running container and the commands in it: the host's side of ``runner.sh``.
+"""One running container and the commands in it: the host's side of ``runner.sh`` and ``runner.c``.
 
 ::
 
     CONTROL/            0700 on the host, bound read-only at /.megaflow: nothing inside can write, link or remove here
       runner.sh  env    what PID 1 runs, and what it exports
-      w0 w1 …           FIFOs: a line of shell per command for worker 0, 1, …
+      runner            the program that starts commands, where there is one for this machine (program.py)
+      w0 w1 …           FIFOs: a record per command for worker 0, 1, …, or a line of shell
       i17  c17  s17     command 17's standard input, and what is too long for a FIFO; removed when it is done
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each lent to one command at a time
 
@@ -25,6 +26,7 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
+from megaflow_hpc.environments.sandbox.commands import program
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.launcher import launcher
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
@@ -39,7 +41,7 @@ from megaflow_hpc.host.process import Identity
 
 _STDERR_KEPT = 16384
 
-_ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|dead)")
+_ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
 _MAX_ANSWER_BYTES = 256
 MAX_STRAY_LINES = 1000
 """A container ends after this many lines that answer no command. Any process of a sandbox can write to the runner's
@@ -98,9 +100,14 @@ class Container:
         os.mkdir(self.control, 0o700)
         runner = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath("runner.sh").read_bytes()
         text = environment_text(env, as_root, workdir, settings).encode("utf-8", "surrogateescape")
-        for name, content in (("runner.sh", runner), ("env", text)):
+        files = {"runner.sh": runner, "env": text}
+        if (built := program.program()) is not None:
+            files[program.NAME] = built
+        for name, content in files.items():
             with open(os.path.join(self.control, name), "xb") as file:
                 file.write(content)
+                if name == program.NAME:
+                    os.fchmod(file.fileno(), 0o755)
 
     async def start(
         self,
@@ -295,12 +302,17 @@ class Container:
     def _take(self, line: bytes) -> bool:
         """Handles one line of the runner. Returns whether it was expected."""
         if answer := _ANSWER.fullmatch(line):
-            worker, status = answer.groups()
-            return self.commands.answered(int(worker), None if status is None else int(status))
+            worker, status, word = answer.groups()
+            if word == b"up":
+                return False
+            return self.commands.answered(int(worker), None if word else int(status))
         if self._ready is None or self._ready.done():
             self._from_within |= line == ENDED_FROM_WITHIN
             return False
-        if line == b"ready":
+        if line == program.READY:
+            self.commands.by_program = True
+            self._ready.set_result(None)
+        elif line == b"ready":
             self._ready.set_result(None)
         elif line == NO_WORKDIR.encode():
             while self._read_stderr(self._stderr_pipe):

@@ -24,6 +24,7 @@ from megaflow_hpc.environments.sandbox.commands.command import (
     one_line,
     session_line,
 )
+from megaflow_hpc.environments.sandbox.commands.program import MAX_RECORD_BYTES, record
 from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import LostError, SandboxError
@@ -32,7 +33,7 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Commands at once in one sandbox; more wait. Each worker is two small shells."""
+"""Commands at once in one sandbox; more wait. Each worker is a process that stays, or two small shells."""
 
 _SESSION = -1
 """Worker number of a session's shell."""
@@ -70,6 +71,8 @@ class CommandDispatcher:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1 on the host, once it is known."""
+        self.by_program = False
+        """Whether the compiled program starts commands. It reads records, and the shells read lines."""
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -236,6 +239,9 @@ class CommandDispatcher:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
         if running.worker.number == _SESSION:
             text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
+        elif self.by_program:
+            data = record(running.number, command, cwd, env, stdin, running.pair.names)
+            return data if len(data) <= MAX_RECORD_BYTES else self._file(running, "c", data).encode() + b"\0"
         else:
             text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
         line = one_line(text)

@@ -1,14 +1,17 @@
-# PID 1 of a sandbox, run by the image's own /bin/sh. It starts the commands of the sandbox.
+# What of a sandbox is ours: PID 1 of its container, in whatever /bin/sh the image has. It leaves commands to the program
+# "runner" (runner.c) where there is one; what follows is how shells start them where there is none.
+#
+# This program is $1/runner (runner.c) in most sandboxes. The shells below replace it if none was built.
 #
 # $1 is the control directory, which is read-only in here. Standard input names the workers to start, one number a line;
 # it ends when the owner is gone. Worker K keeps a child waiting on the FIFO wK. The child reads one line of shell, which
 # is one command (command.py), and becomes it. The worker answers "K STATUS" and forks the next child, so the fork is over
 # before a command comes. Names begin with _mf_: a sandbox's own variables are in the same shell.
 #
-# A command needs a process group of its own. A shell with job control makes one without starting another program, but
-# it has job control only on a terminal: standard error is one, whose other end is the owner's. A "leader", the first
-# process of a session, shares it with a worker that starts. When the leader has ended, the session has no terminal any
-# more, nor has any command. If that does not work, the program setsid makes a session for every command.
+# A command needs a process group of its own. A shell with job control gives one without starting another program, but
+# has job control only where it has a terminal: standard error is one, whose other end is the owner's. A "leader", first
+# process of a session, shares it with a worker that starts; when the leader has ended, the session has no terminal any
+# more, nor has any command. Where that does not work, the program setsid makes a session for every command.
 
 _mf_dir=$1
 
@@ -25,6 +28,7 @@ _mf_work() {
   trap 'echo "$1 dead"' EXIT # a fork was refused: the limit of processes
   _mf_n='
 '
+  echo "$1 up"
   while :; do
     if [ -n "$_mf_jobs" ]; then
       (_mf_take "$1") &
@@ -33,7 +37,7 @@ _mf_work() {
       (_mf_take "$1")
     fi
     echo "$1 $?"
-    # With job control a shell keeps every job until it has reported it, and each child that it forks writes to all.
+    # With job control a shell keeps every job until it has told of it, and each child that it forks writes to all.
     [ "$((_mf_told += 1))" -lt 16 ] || { _mf_told=0; jobs >&2; }
   done
 }
@@ -66,7 +70,7 @@ leader)
   case $- in *m*) ;; *) exit 1 ;; esac
   /bin/sh "$_mf_dir/runner.sh" "$_mf_dir" worker "$3" "$4" 8<&-
   [ $? -gt 128 ] || exit 1
-  kill -9 $$ # the worker has stopped itself; the kernel continues it when its leader has ended
+  kill -9 $$ # the worker has stopped itself; the kernel lets it go on when its leader has ended
   ;;
 worker)
   trap : HUP
@@ -93,7 +97,10 @@ END
 first)
   _mf_setsid=$(command -v setsid)
   . "$_mf_dir/env"
-  (echo ready && _mf_spawn)
+  # The program starts commands faster. It ends by a signal or not at all: any other status says that it is not there,
+  # or does not run here.
+  "$_mf_dir/runner" "$_mf_dir" 2>/dev/null
+  [ $? -gt 128 ] || (echo ready && _mf_spawn)
   echo gone # everything but PID 1 was killed from within; a kill from outside says nothing
   ;;
 esac
