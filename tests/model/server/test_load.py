@@ -13,7 +13,7 @@ from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
-COUNT = ServerCount(min=0, max=4, queue=4, wait_s=10).model_dump()
+COUNT = ServerCount(min=0, max=4).model_dump()
 QUICKLY = ("--poll-s", "0.2", "--beat-s", "1")
 BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
 
