@@ -18,7 +18,7 @@ def load_tasks(
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
 ) -> list[Task]:
-    """Returns every task of every source, in order of source and, within one, of id.
+    """Returns every task of every source, ordered by source and then by id.
 
     Args:
         sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are

@@ -228,7 +228,11 @@ class Sequences:
         return self._kept[place]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
-        """Reads a whole rollout, and returns the policy's sequences of it too; raises as :meth:`at`."""
+        """Reads a rollout; returns it and the policy's sequences of it.
+
+        Raises:
+            ConfigError: its record is missing.
+        """
         trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
         found = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
         self._tokens -= _tokens(self._kept.pop(place, []))

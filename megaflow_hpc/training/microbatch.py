@@ -182,7 +182,7 @@ def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> ND
 
 
 def split(groups: Sequence[int], size: int, random: np.random.Generator | None = None) -> list[list[int]]:
-    """Cuts the rollouts of a step into minibatches of whole groups.
+    """Splits the rollouts of a step into minibatches of whole groups.
 
     Args:
         groups: the number of the group of each rollout.

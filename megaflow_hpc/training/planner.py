@@ -37,7 +37,7 @@ class Planner:
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self.learned = learned
         self.lacks = 0
-        """After a plan that was not made: groups that it lacks."""
+        """Number of groups that the last plan lacked, if none was made."""
         self._replayable = next((step.replay.size for step in config.data if step.replay), 0)
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
         """Groups that may be replayed, the latest last."""

@@ -32,7 +32,7 @@ class TrainedPolicy:
     pods: int
     """Pods of the campaign; new blocks are cut for this number."""
     pass_threshold: float
-    """Reward from which a rollout has passed."""
+    """Smallest reward of a passed rollout."""
     seed: int
     """Seed of every random choice."""
     temperature: float

@@ -24,9 +24,9 @@ from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.trajectory import TokenSequence
 
 KEPT_CHECKPOINTS = 3
-"""Checkpoints of a trainer that are kept, the latest ones."""
+"""Number of the latest checkpoints that a trainer keeps."""
 KEPT_VERSIONS = 3
-"""Versions of the weights that trainers keep: engines may serve one while they load the next."""
+"""Number of the newest weight versions that a trainer keeps. An engine may serve one while it loads the next."""
 
 
 class Flow(Protocol):

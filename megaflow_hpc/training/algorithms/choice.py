@@ -52,16 +52,15 @@ def choose(
     """Chooses the groups that one step trains on.
 
     Args:
-        config: the section ``training``, of which ``data`` counts.
-        groups: complete ones, in any order, each once.
-        version: ordinal of the policy's newest weights, from which staleness counts.
-        want: groups that are settled, at most.
-        replayed: groups that were taken before, the latest last, as they were handed in or as they were taken; the last
-            ``size`` of ``replay`` are enough.
-        state: what the last call returned; nothing at first.
-        random: for ``shuffle``.
-        advantage: the policy's; says which rewards have to be there and have to differ.
-        pass_threshold: Reward from which a rollout has passed.
+        config: the section ``training``; ``data`` is used.
+        groups: complete groups in any order, each once.
+        version: ordinal of the policy's newest weights; staleness counts from here.
+        want: maximum number of groups to settle.
+        replayed: groups that earlier steps trained on, the latest last. The last ``size`` of ``replay`` are enough.
+        state: the state that the last call returned; ``None`` at first.
+        random: generator for ``shuffle``.
+        advantage: the policy's advantage; says which rewards must be present and must differ.
+        pass_threshold: smallest reward of a passed rollout.
 
     Raises:
         ConfigError: a reward is infinite, or no rollout has a reward of a given name.

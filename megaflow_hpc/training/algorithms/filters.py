@@ -1,12 +1,12 @@
 """Filters groups and samples out of a step. Each function takes groups, and records every drop with its cause.
 
 ================  ==================================================================================================
-always            what failed, was cancelled, has no reward or sampled nothing leaves its group; the others stay a group
-                  while they are two
-``zero_variance``  groups with equal rewards: ``FilterZeroAdvFilter`` there; DAPO's dynamic sampling drops the same
-``pass_rate``     groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
-``staleness``     samples whose oldest token is more than ``max`` versions behind: AstraFlow, ``rollout_buffer.py``,
-                  ``_pop_one``
+always            drops samples that failed, were cancelled, have no reward or no sampled token; drops a group with
+                  fewer than two remaining samples
+``zero_variance``  drops groups with equal rewards: AstraFlow, ``FilterZeroAdvFilter``; also DAPO's dynamic sampling
+``pass_rate``     drops groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
+``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
+                  ``rollout_buffer.py``, ``_pop_one``
 ================  ==================================================================================================
 
 A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.

@@ -1,8 +1,8 @@
-"""The order in which waiting groups are trained on (AstraFlow, ``dataflow/rollout_buffer.py``, ``RolloutBuffer``).
+"""Orders the waiting groups of a step (AstraFlow, ``dataflow/rollout_buffer.py``, ``RolloutBuffer``).
 
-Earliest deadline first: the group with the oldest version is the first to be too old. In the order of completion, long
-rollouts, which start earliest, would wait behind short ones and be dropped. Equal groups come in the order of
-completion, then by id, so that the order in which groups are handed in has no effect.
+The order is earliest deadline first: the group with the oldest version becomes too stale first. By completion, long
+rollouts, which start earliest, would wait behind short ones until they are dropped. Ties are broken by completion, then
+by id, so that the result does not depend on the order of the input.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Sorts groups. A group in which nothing was sampled comes first, since it is only settled."""
+    """Sorts groups. A group without sampled tokens comes first, because it is only settled."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))

@@ -1,6 +1,6 @@
 """Chooses groups to train on again (AstraFlow, ``dataflow/replay_selectors.py`` and ``data_serving.py``).
 
-AstraFlow replays a group without end. Here a group is replayed once, and a bound on staleness holds for it, too.
+AstraFlow replays a group without limit. Here a group is replayed once, and the staleness filter applies to it too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Map
 
 
 def replay(candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig) -> list[SampleGroup]:
-    """Returns the latest groups that join ``fresh`` others, so that their share of all is at most ``ratio``."""
+    """Returns the latest groups to add to ``fresh`` new ones, so that their share of the step is at most ``ratio``."""
     count = min(int(fresh * config.ratio / (1 - config.ratio) + 1e-9), len(candidates))
     return list(candidates[len(candidates) - count :])

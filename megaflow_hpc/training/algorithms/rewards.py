@@ -34,7 +34,7 @@ def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
 
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
-    """Returns groups with what a step of ``data`` adds to rewards, or takes of weights."""
+    """Returns groups with the penalties and weights that a step of ``data`` sets."""
     return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
 
 

@@ -77,7 +77,7 @@ class TrainingLoop:
         if why := why_not_served(Path(base), Path(served)):
             raise ConfigError(why)
         self._turns = GpuTurns(flow)
-        self._turns.take(0)  # parameters are laid out on the GPUs
+        self._turns.take(0)  # loading the model places parameters on the GPUs
         torch.manual_seed(flow.trained.seed)
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)

@@ -63,7 +63,7 @@ class Totals(Protocol):
 
 
 SECOND_MOMENT = 0.04
-"""M2PO's bound of the mean square of log ratios, as in the paper."""
+"""M2PO: upper bound of the mean squared log ratio, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Loss:
 
     kind: Kind
     clip: tuple[float, float] = (0.2, 0.2)
-    """How far below and above 1 a ratio counts."""
+    """Distances below and above 1 beyond which a ratio is clipped."""
     entropy: float = 0.0
     """Coefficient of the mean entropy over tokens, which is maximised."""
     importance: Level = "token"

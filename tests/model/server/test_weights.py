@@ -155,7 +155,7 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
             weights.publish(run, source, "a")
     model["args"] = {"enable_lora": True}
     write_run(run, planned)
-    with pytest.raises(ConfigError, match="the rank .r. is missing or invalid"):
+    with pytest.raises(ConfigError, match=r"the rank .r. is missing or invalid"):
         weights.publish(run, adapter(tmp_path / "odd", "{}"), "a")
     published = weights.publish(run, source, "a")
     assert published.adapter
