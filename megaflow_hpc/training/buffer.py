@@ -76,7 +76,8 @@ class Buffer:
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
-        """What the follower has returned and is not read yet; the cursor is behind it already."""
+        """Entries that the follower has returned and the buffer has not read. The follower's cursor is already past
+        them."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
         """Rollout → its unsettled group."""

@@ -104,7 +104,7 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
         over = found["Impatient"]
         assert (over.status, over.reward, over.error) == ("truncated", 0.0, "this rollout has made its 2 model calls")
         assert (found["Mapping"].status, found["Mapping"].error_kind) == ("failed", "user")
-        said = "others:Mapping: run returned dict {'done': True}; return a megaflow_hpc.types.AgentResult, or nothing"
+        said = "others:Mapping: run returned dict {'done': True}; return a megaflow_hpc.types.AgentResult, or None"
         assert said in found["Mapping"].error
 
 
