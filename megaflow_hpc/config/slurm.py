@@ -90,11 +90,6 @@ class PodsConfig(Section):
         return self.count + sum(pool.count for pool in self.pools)
 
     @property
-    def total_nodes(self) -> int:
-        """Nodes of the pods of all pools."""
-        return self.count * self.nodes + sum(pool.count * (pool.nodes or self.nodes) for pool in self.pools)
-
-    @property
     def here(self) -> int:
         """Pods at the cluster where the campaign is submitted."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)

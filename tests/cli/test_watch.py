@@ -76,6 +76,7 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             await pilot.press("end")
             await pilot.pause()
             assert "> task0/oracle/0" in screen(app)
+            assert app.reader.live.shown == list(rows.on_screen), "pods are asked about the rows that came into view"
             assert len(set(made)) < 100
             await pilot.press("f", "enter")
             assert "user: [red]no\\x1b[0m\\nway" in await shows(pilot, "attempt 1 on n\\x1b[2J1")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
+from textual import on
 from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
@@ -177,11 +178,13 @@ class WatchApp(App[None]):
     def _tell_reader(self) -> None:
         self.reader.live.shown = () if self._parts else list(self._list.query_one(RolloutRows).on_screen)
 
-    def on_rows_moved(self) -> None:
+    @on(RolloutRows.Moved)
+    def _ask_about_visible_rows(self) -> None:
         """Asks pods about the rows that are now visible."""
         self._tell_reader()
 
-    def on_rollout_rows_opened(self, message: RolloutRows.Opened) -> None:
+    @on(RolloutRows.Opened)
+    def _open_details(self, message: RolloutRows.Opened) -> None:
         """Opens the details of the chosen row."""
         self.push_screen(DetailScreen(message.key, self.reader))
 

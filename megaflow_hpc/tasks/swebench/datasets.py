@@ -56,8 +56,7 @@ class SweBench:
         for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some releases write the names in lower case
             if key.lower() in raw:
                 found[key] = raw[key.lower()]
-        image = raw.get("image") or raw.get("docker_image") or raw.get("image_name")
-        if image:
+        if image := _image(raw):
             found["image"] = image
         commands = raw.get("test_cmd") or raw.get("test_cmds")
         if isinstance(commands, list):
@@ -97,8 +96,7 @@ class SweSmith(SweBench):
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         """Returns whether a line comes from this data set."""
-        image = raw.get("image") or raw.get("docker_image") or raw.get("image_name")
-        names_smith = str(raw.get("repo")).startswith("swesmith/") or "swesmith" in str(image)
+        names_smith = str(raw.get("repo")).startswith("swesmith/") or "swesmith" in str(_image(raw))
         return names_smith and not raw.get("test_patch")
 
     @classmethod
@@ -164,6 +162,11 @@ def parser_name(name: Any) -> str:
     """Returns the name of a log parser as the ``swebench`` package spells it."""
     text = str(name or "")
     return f"parse_log_{text}" if text and not text.startswith("parse_log_") else text
+
+
+def _image(raw: Mapping[str, Any]) -> Any:
+    """Returns the image of a line; the data sets name the field differently."""
+    return raw.get("image") or raw.get("docker_image") or raw.get("image_name")
 
 
 def _field(line: Line, raw: Mapping[str, Any], key: str, kind: type[T], expected: str) -> T:
