@@ -4,7 +4,7 @@ The command is shell text. It finds the instruction in the file ``$MEGAFLOW_INST
 ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. Its
 standard input is empty. A non-zero exit is the agent's own failure: ``completed`` with that exit code.
 
-A preset can replace the command by a known program (:mod:`megaflow_hpc.agents.presets`): ``claude-code``, ``codex``,
+A preset can replace the command by a known program (:mod:`megaflow_hpc.agents.command`): ``claude-code``, ``codex``,
 ``openhands`` or ``qwen-code``. These names are also names of agents.
 """
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaflow_hpc.agents.presets import PRESETS, TOOLBOX_PATH, command_of, toolbox_of
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import resource
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 INSTRUCTION = "/tmp/megaflow-instruction.md"
@@ -125,3 +126,95 @@ def openhands(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, 
 def qwen_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
     """Qwen Code."""
     return CommandAgent(preset="qwen-code", flags=flags, toolbox=toolbox, env=env)
+
+
+TOOLBOX_PATH = "/opt/megaflow-agents"
+"""Path of the tool box in sandboxes."""
+PACKAGES: Mapping[str, str] = {
+    "claude-code": "@anthropic-ai/claude-code@2.1.329",
+    "codex": "@openai/codex@0.169.0",
+    "qwen-code": "@qwen-code/qwen-code@0.24.4",
+}
+"""Agent → npm package with pinned version."""
+PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
+"""Agent → PyPI package with pinned version; the tool box has a Python for it (``containers/openhands.txt``)."""
+HOME = 'export HOME=/tmp/megaflow-home; mkdir -p "$HOME"'
+CALL_TIMEOUT_MS = 3_600_000
+"""Timeout of an agent's model call in milliseconds; above the gateway's own limits."""
+
+_CODEX_PROVIDER = (
+    'name="gateway",base_url="$OPENAI_BASE_URL",env_key="OPENAI_API_KEY",wire_api="responses",'
+    f"request_max_retries=1,stream_max_retries=1,stream_idle_timeout_ms={CALL_TIMEOUT_MS}"
+).replace('"', '\\"')
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A known agent: its command, to which flags and the instruction's redirection are appended, and its variables."""
+
+    command: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "claude-code": Preset(
+        "claude -p --dangerously-skip-permissions",
+        {
+            "IS_SANDBOX": "1",  # without it, the program refuses to run unattended as root
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "ENABLE_TOOL_SEARCH": "false",  # tools that appear later would change every prompt
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
+            "API_TIMEOUT_MS": str(CALL_TIMEOUT_MS),
+        },
+    ),
+    "codex": Preset(
+        "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --color never "
+        f'-m "$OPENAI_MODEL" -c model_provider=gateway -c "model_providers.gateway={{{_CODEX_PROVIDER}}}"'
+    ),
+    "openhands": Preset(
+        "openhands",
+        {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # avoids the download of a price list during import
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            "OTEL_SDK_DISABLED": "true",
+            "MEGAFLOW_CALL_S": str(CALL_TIMEOUT_MS // 1000),
+        },
+    ),
+    "qwen-code": Preset(
+        "qwen --auth-type openai --yolo", {"QWEN_CODE_SUPPRESS_YOLO_WARNING": "1", "QWEN_TELEMETRY_ENABLED": "false"}
+    ),
+}
+
+
+def command_of(name: str, flags: str) -> str:
+    """Returns the shell text that runs a preset with further ``flags`` on ``$MEGAFLOW_INSTRUCTION_FILE``."""
+    end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
+    return f'{HOME}; export PATH={TOOLBOX_PATH}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
+
+
+def toolbox_of(name: str, given: str | None) -> Path:
+    """Returns the host directory of the tool box that contains this agent in the pinned version.
+
+    Args:
+        name: The preset.
+        given: The directory; default ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
+
+    Raises:
+        ConfigError: The preset is unknown, or the directory lacks this version.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"agent command: preset {name!r}: expected one of {', '.join(PRESETS)}")
+    path = given or os.environ.get("MEGAFLOW_AGENTS") or "~/.megaflow-hpc/agents"
+    box = Path(os.path.expandvars(os.path.expanduser(path))).absolute()
+    try:
+        found = (box / name / ".complete").read_text().strip()
+    except OSError:
+        found = "nothing"
+    wanted = {**PACKAGES, **PYTHON_PACKAGES}[name]
+    if found != wanted:
+        raise ConfigError(
+            f"agent {name}: the tool box {box} contains {found}, expected {wanted}; run bash "
+            f"{resource('launchers/agents.sh')} {name}, or name another directory in args.toolbox or MEGAFLOW_AGENTS"
+        )
+    return box

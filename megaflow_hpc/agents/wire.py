@@ -33,8 +33,8 @@ def encode_error(error: BaseException) -> dict[str, str]:
 
 
 def decode_error(message: dict[str, Any]) -> MegaflowError:
-    """Decodes an error; it is a :class:`~megaflow_hpc.errors.UserCodeError` if its class is not part of this package.
-    Decodes an error; it is a :class:`~megaflow_hpc.errors.UserCodeError` if its class is not part of this package."""
+    """Decodes an error; it is a :class:`~megaflow_hpc.errors.UserCodeError` if its class is not part of this
+    package."""
     kind = getattr(errors, str(message["error"]), None)
     if not (isinstance(kind, type) and issubclass(kind, MegaflowError)):
         kind = UserCodeError

@@ -13,7 +13,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.slurm.efficiency import efficiencies
+from megaflow_hpc.slurm.accounting import efficiencies
 from megaflow_hpc.slurm.ids import array_of
 
 if TYPE_CHECKING:

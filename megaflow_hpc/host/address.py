@@ -68,8 +68,8 @@ def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Returns a TCP port of ``host`` that was just free. If another process takes it first, the caller tries another.
-    Returns a TCP port of ``host`` that was just free. If another process takes it first, the caller tries another."""
+    """Returns a TCP port of ``host`` that was just free. If another process takes it first, the caller tries
+    another."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

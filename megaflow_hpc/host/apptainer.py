@@ -76,8 +76,8 @@ def only_by_root() -> bool:
 
 
 def last_line(output: str) -> str:
-    """Returns Apptainer's error: its last ``FATAL`` or ``ERROR`` line without colour and timestamp, else the last line.
-    Returns Apptainer's error: its last ``FATAL`` or ``ERROR`` line without colour and timestamp, else the last line."""
+    """Returns Apptainer's error: its last ``FATAL`` or ``ERROR`` line without colour and timestamp, else the last
+    line."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     for level in ("FATAL", "ERROR"):

@@ -19,8 +19,8 @@ SHARED = stat.S_ISGID | stat.S_IRGRP
 
 @functools.lru_cache(maxsize=256)
 def file_mode(folder: Path) -> int:
-    """Returns the mode of new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per process.
-    Returns the mode of new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per process."""
+    """Returns the mode of new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per
+    process."""
     return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
 
 

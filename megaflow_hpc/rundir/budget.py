@@ -118,8 +118,8 @@ class CampaignBudget:
         return ""
 
     def _said(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
-        """Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the events.
-        Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the events."""
+        """Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the
+        events."""
         if (said := measured(lease.get(what))) is not None:
             return said
         if pod not in self._earlier:

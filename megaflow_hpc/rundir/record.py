@@ -137,14 +137,13 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """The resolved campaign file. Read it as :attr:`config`."""
     source: str = ""
     """SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions.
-    SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions."""
+    """
     beside: str = ""
-    """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one.
-    Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one."""
+    """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one."""
     policies: dict[str, PolicyRecord] = {}
     tasks: dict[str, dict[str, Any]] = {}
     """Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions.
-    Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions."""
+    """
     packed: PackedTasks | None = None
     """The file of tasks. ``None`` if the tasks are stored here or the run has no tasks."""
     held_out: list[str] = []

@@ -58,7 +58,7 @@ class Commit(msgspec.Struct, kw_only=True):
     """Digest of the plan."""
     checkpoint: str | None = None
     """Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if no state was kept.
-    Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if no state was kept."""
+    """
     weights: int = 0
     """Number of the policy's newest weight version after the step. 0 means the campaign's own model."""
     trainer: int = 0

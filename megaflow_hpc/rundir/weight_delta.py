@@ -147,8 +147,8 @@ def _words(data: bytes, word: int) -> NDArray[Any]:
 
 
 def _encode(new: bytes, old: bytes, word: int) -> bytes:
-    """Encode a part: the gaps between different words as bytes (255 means 255 plus the next byte), and the differences.
-    Encode a part: the gaps between different words as bytes (255 means 255 plus the next byte), and the differences."""
+    """Encode a part: the gaps between different words as bytes (255 means 255 plus the next byte), and the
+    differences."""
     change = _words(new, word) ^ _words(old, word)
     at = np.flatnonzero(change)
     gaps = np.diff(at, prepend=-1) - 1

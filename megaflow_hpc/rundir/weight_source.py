@@ -27,7 +27,7 @@ MATCHING_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layer
 """Keys of ``config.json`` that must agree between a trained and a served model."""
 MAX_COPIED_BYTES = 64 * 2**20
 """Maximum size of a file of the campaign's model (configuration, tokenizer) that is copied to a version that lacks it.
-Maximum size of a file of the campaign's model (configuration, tokenizer) that is copied to a version that lacks it."""
+"""
 
 
 class Adapter(msgspec.Struct):
@@ -118,8 +118,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
-    """Check tensors by their headers. If the engine found the error, the policy would be without service for minutes.
-    Check tensors by their headers. If the engine found the error, the policy would be without service for minutes."""
+    """Check tensors by their headers. If the engine found the error, the policy would be without service for
+    minutes."""
     found = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():

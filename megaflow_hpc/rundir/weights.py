@@ -247,8 +247,8 @@ def _about(folder: Path) -> VersionRecord | None:
 
 
 def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | None = None) -> list[Version]:
-    """Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before them.
-    Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before them."""
+    """Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before
+    them."""
     found, last = [], dict(counted or {})
     for number in numbers:
         folder = run.weights / str(number)

@@ -14,8 +14,8 @@ from megaflow_hpc.slurm import site
 
 
 def named(job_id: str, cluster: str) -> str:
-    """Returns ``123_4@name`` for ``123_4`` on another cluster, and ``123_4`` for our own cluster, whose name is empty.
-    Returns ``123_4@name`` for ``123_4`` on another cluster, and ``123_4`` for our own cluster, whose name is empty."""
+    """Returns ``123_4@name`` for ``123_4`` on another cluster, and ``123_4`` for our own cluster, whose name is
+    empty."""
     return f"{job_id}@{cluster}" if cluster else job_id
 
 

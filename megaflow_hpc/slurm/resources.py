@@ -125,8 +125,8 @@ def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
 
 
 def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
-    """Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits them.
-    Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits them."""
+    """Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits
+    them."""
     others = list(others)
     found = []
     for cap in limits:

@@ -58,8 +58,8 @@ class StepVerdict:
 
 
 class TaskFormat(Protocol):
-    """The interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run in planning.
-    The interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run in planning."""
+    """The interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run in
+    planning."""
 
     def claims(self, source: str, /) -> bool:
         """Returns whether a source of a campaign file has this format."""

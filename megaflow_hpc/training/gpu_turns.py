@@ -20,7 +20,7 @@ from megaflow_hpc.training.dataflow import SAY_INTERVAL_S, Dataflow
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
 """Shortest and longest poll interval while waiting for the engine to sleep. Each interval is twice as long as the last.
-Shortest and longest poll interval while waiting for the engine to sleep. Each interval is twice as long as the last."""
+"""
 
 
 class GpuTurns:

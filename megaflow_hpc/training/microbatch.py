@@ -52,8 +52,8 @@ class MicroBatch:
         return int(self.mask.sum())
 
     def sequence_keys(self) -> list[tuple[int, bytes]]:
-        """Returns a key for each sequence, valid in every minibatch of a step: its rollout and a digest of its tokens.
-        Returns a key for each sequence, valid in every minibatch of a step: its rollout and a digest of its tokens."""
+        """Returns a key for each sequence, valid in every minibatch of a step: its rollout and a digest of its
+        tokens."""
         bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 

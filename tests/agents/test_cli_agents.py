@@ -14,7 +14,7 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.presets import PACKAGES
+from megaflow_hpc.agents.command import PACKAGES
 from megaflow_hpc.errors import ConfigError
 
 PATCH = """\

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaflow_hpc.agents import NAMES, create
-from megaflow_hpc.agents.presets import PACKAGES, PYTHON_PACKAGES
+from megaflow_hpc.agents.command import PACKAGES, PYTHON_PACKAGES
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Task
 from tests.support.local_sandbox import LocalSandbox

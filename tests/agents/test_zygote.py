@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.agents import prints
+from megaflow_hpc.agents import remote
 from megaflow_hpc.agents.remote import Zygote, forked
 from megaflow_hpc.errors import SandboxError, UserCodeError
 from megaflow_hpc.types import Task
@@ -111,9 +111,9 @@ async def test_what_agents_print_bears_their_names_and_is_bounded(
     for name in ("t/p/0: ", "t/p/1: "):
         lines = [line.removeprefix(name) for line in said.splitlines() if line.startswith(name)]
         assert lines[:2] == ["half a line, and \\x1b[2J the rest \\udcff", "its child"]
-        assert lines[-1] == f"(it printed more than {prints.MAX_SHOWN_BYTES} bytes; the rest is not shown)"
-        assert {len(line) for line in lines[2:-2]} == {prints.MAX_LINE_BYTES}
-        assert sum(map(len, lines)) < prints.MAX_SHOWN_BYTES + 200
+        assert lines[-1] == f"(it printed more than {remote.MAX_SHOWN_BYTES} bytes; the rest is not shown)"
+        assert {len(line) for line in lines[2:-2]} == {remote.MAX_LINE_BYTES}
+        assert sum(map(len, lines)) < remote.MAX_SHOWN_BYTES + 200
     assert "beyond" not in said
 
 

@@ -14,8 +14,7 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.view.app import Polled, WatchApp
 from megaflow_hpc.cli.view.detail import DetailScreen, known
 from megaflow_hpc.cli.view.reader import RunView
-from megaflow_hpc.cli.view.rows import RolloutRows
-from megaflow_hpc.cli.view.tables import RolloutTable
+from megaflow_hpc.cli.view.tables import RolloutRows, RolloutTable
 from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.rundir.events import (
     AttemptEvent,

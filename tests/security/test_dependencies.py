@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megaflow_hpc.agents.presets import PACKAGES
+from megaflow_hpc.agents.command import PACKAGES
 from tests.support.places import LAUNCHERS, ROOT
 
 LIST = LAUNCHERS / "requirements.txt"

@@ -11,7 +11,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import LiveFiles
-from megaflow_hpc.slurm import efficiency
+from megaflow_hpc.slurm import accounting
 from tests.support.campaigns import Make, cli, gathered
 
 
@@ -111,9 +111,9 @@ def test_what_accounting_says_is_kept_through_no_link(run: RunDir, mine: Path, m
         asked.append(list(numbers))
         return {"7": []}, set()
 
-    monkeypatch.setattr(efficiency, "_asked", said)
+    monkeypatch.setattr(accounting, "_asked", said)
     before = contents(mine)
-    assert efficiency.efficiencies(["7"], run.accounting) == []
+    assert accounting.efficiencies(["7"], run.accounting) == []
     assert asked
     assert contents(mine) == before
 

@@ -19,9 +19,8 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup, read_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, reasons, script, site
-from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.accounting import ACCOUNTING_DELAY_S, ElementUse, JobState, efficiencies
 from megaflow_hpc.slurm.arrays import Arrays
-from megaflow_hpc.slurm.efficiency import ACCOUNTING_DELAY_S, ElementUse, efficiencies
 from megaflow_hpc.slurm.resources import Cap
 from tests.support.training import training_run
 

@@ -35,8 +35,8 @@ def artifact(row: Row, name: str) -> bytes:
 
 
 def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
-    """Writes an artifact to ``output``, else to stdout: unchanged into a pipe or file, as escaped text onto a terminal.
-    Writes an artifact to ``output``, else to stdout: unchanged into a pipe or file, as escaped text onto a terminal."""
+    """Writes an artifact to ``output``, else to stdout: unchanged into a pipe or file, as escaped text onto a
+    terminal."""
     data = artifact(row, name)
     if output is not None:
         write_atomic(Path(output), data)

@@ -24,8 +24,7 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.output import seconds
 from megaflow_hpc.cli.view.detail import DetailScreen
 from megaflow_hpc.cli.view.reader import RunReader, RunView
-from megaflow_hpc.cli.view.rows import RolloutRows
-from megaflow_hpc.cli.view.tables import PartTable, RolloutTable
+from megaflow_hpc.cli.view.tables import PartTable, RolloutRows, RolloutTable
 from megaflow_hpc.cli.view.words import head
 from megaflow_hpc.monitor.live import RunSnapshot
 from megaflow_hpc.texts import in_one_line

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 
 from megaflow_hpc.cli.output import seconds
 from megaflow_hpc.cli.view.words import STYLES
 from megaflow_hpc.monitor.live import RolloutRow, Rollouts
+from megaflow_hpc.texts import in_one_line
 
 
 class ViewColumn(NamedTuple):
@@ -104,3 +114,137 @@ def _pod(pod: Mapping[str, Any]) -> tuple[str, ...]:
 def _engine(server: Mapping[str, Any]) -> tuple[str, ...]:
     waiting = str(server["waiting"]) + " wait" if server.get("waiting") else ""
     return server["server"], server["state"], str(server.get("node") or ""), waiting, "", ""
+
+
+MIN_FIRST_COLUMN_WIDTH = 12
+"""Minimum width of the first column. Other columns are dropped from the right to keep it."""
+
+
+class RolloutRows(ScrollView, can_focus=True):
+    """Shows a table under its heading, with one chosen row."""
+
+    DEFAULT_CSS = "RolloutRows { overflow-x: hidden; scrollbar-size-vertical: 1; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "up", show=False),
+        Binding("down,j", "move(1)", "down", show=False),
+        Binding("pageup", "page(-1)", "page up", show=False),
+        Binding("pagedown,space", "page(1)", "page down", show=False),
+        Binding("home", "to(0)", "first", show=False),
+        Binding("end", "to(-1)", "last", show=False),
+        Binding("enter", "open", "look into it", show=False),
+    ]
+
+    class Opened(Message):
+        """Sent when a row is opened."""
+
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.key = key
+
+    class Moved(Message):
+        """Sent when other rows become visible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table: ViewTable | None = None
+        self.chosen = 0
+        """Index of the chosen row."""
+
+    # --- content ---
+
+    def show(self, table: ViewTable) -> None:
+        """Shows a table. The chosen row stays chosen if it moves, and a list scrolled to the top stays there."""
+        key = self.key
+        self._table = table
+        if key and self.chosen and key in table.keys:
+            below = self.chosen - self.scroll_offset.y
+            self.chosen = table.keys.index(key)
+            self.virtual_size = Size(self.size.width, len(table.keys) + 1)
+            self.scroll_to(y=self.chosen - below, animate=False, immediate=True)
+        self.chosen = max(0, min(self.chosen, len(table.keys) - 1))
+        self.virtual_size = Size(self.size.width, len(table.keys) + 1)
+        self.refresh()
+
+    @property
+    def key(self) -> str:
+        """Key of the chosen row. Empty without rows."""
+        keys = self._table.keys if self._table else ()
+        return keys[self.chosen] if self.chosen < len(keys) else ""
+
+    @property
+    def on_screen(self) -> Sequence[str]:
+        """Keys of the visible rows."""
+        top = self.scroll_offset.y
+        return self._table.keys[top : top + max(0, self.size.height - 1)] if self._table else ()
+
+    def render_line(self, y: int) -> Strip:
+        """Renders one line of the widget. The first is the heading."""
+        width, table = self.size.width, self._table
+        if table is None:
+            return Strip.blank(width)
+        if y == 0:
+            return self._strip([column.head for column in table.columns], "  ", Style(bold=True))
+        row = self.scroll_offset.y + y - 1
+        if row >= len(table.keys):
+            said = table.nothing if row == 0 else ""
+            return Strip([Segment(set_cell_size(f"  {said}", width))], width)
+        cells, style = table.cells(row)
+        chosen = row == self.chosen
+        own = Style.parse(style) if style else Style.null()
+        return self._strip(cells, "> " if chosen else "  ", own + Style(reverse=True) if chosen else own)
+
+    def _strip(self, cells: Sequence[str], mark: str, style: Style) -> Strip:
+        assert self._table is not None
+        columns, left = _fitting(self._table.columns, self.size.width - len(mark))
+        parts = [_fit(in_one_line(cells[0]), left, False)]
+        parts += [_fit(in_one_line(cell), c.width, c.right) for cell, c in zip(cells[1:], columns[1:], strict=False)]
+        return Strip([Segment(set_cell_size(mark + " ".join(parts), self.size.width), style)], self.size.width)
+
+    # --- selection ---
+
+    def action_move(self, by: int) -> None:
+        """Moves the selection by ``by`` rows."""
+        self._choose(self.chosen + by)
+
+    def action_page(self, by: int) -> None:
+        """Moves the selection by pages."""
+        self._choose(self.chosen + by * max(1, self.size.height - 2))
+
+    def action_to(self, row: int) -> None:
+        """Chooses a row. Negative indices count from the end."""
+        self._choose(row if row >= 0 else len(self._table.keys if self._table else ()) + row)
+
+    def action_open(self) -> None:
+        """Opens the chosen row."""
+        if self.key:
+            self.post_message(self.Opened(self.key))
+
+    def on_resize(self) -> None:
+        """Keeps the chosen row visible."""
+        self._choose(self.chosen)
+
+    def _choose(self, row: int) -> None:
+        self.chosen = max(0, min(row, len(self._table.keys if self._table else ()) - 1))
+        top, height = self.scroll_offset.y, max(1, self.size.height - 1)
+        if not top <= self.chosen < top + height:
+            self.scroll_to(y=self.chosen - (0 if self.chosen < top else height - 1), animate=False, immediate=True)
+        self.refresh()
+        self.post_message(self.Moved())
+
+
+def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewColumn], int]:
+    """Return the columns that fit, and the width of the first."""
+    while len(columns) > 1:
+        left = width - sum(column.width + 1 for column in columns[1:])
+        if left >= MIN_FIRST_COLUMN_WIDTH:
+            return columns, left
+        columns = columns[:-1]
+    return columns, width
+
+
+def _fit(text: str, width: int, right: bool) -> str:
+    """Truncate or pad a cell. A long text loses its middle, because ids differ at both ends."""
+    if cell_len(text) > width > 3:
+        tail = (width - 1) // 2
+        text = set_cell_size(set_cell_size(text, width - 1 - tail).rstrip() + "…" + text[-tail:], width).rstrip()
+    return " " * (width - cell_len(text)) + text if right else set_cell_size(text, width)

@@ -55,7 +55,7 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
     collect: list[CollectHook] = field(default_factory=list)
     environment: dict[str, Any] | None = None
     """A separate verifier's environment, as :meth:`Task.to_dict` of a task. Only the environment of that task is used.
-    A separate verifier's environment, as :meth:`Task.to_dict` of a task. Only the environment of that task is used."""
+    """
     bundled: bool = False
     """True if the separate verifier's image contains the tests."""
     secrets: list[str] = field(default_factory=list)

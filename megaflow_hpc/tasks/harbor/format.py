@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,36 @@ from megaflow_hpc.environments.images.mapping import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import TaskFormat
-from megaflow_hpc.tasks.harbor import solution, verifier
+from megaflow_hpc.tasks.harbor import verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Judging
-from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
+from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.steps import begin_step, combine, may_continue, step_name, steps_of
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.harbor.steps import begin_step, combine, may_continue, step_name, steps_of, wait_healthy
+from megaflow_hpc.types import ExecResult, Sandbox, Task
+
+SCRIPT = "solve.sh"
+
+
+async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
+    """Uploads the solution of a task or of a step and runs it in the work directory.
+
+    Raises:
+        ConfigError: the task has no solution.
+    """
+    data = HarborData.of(task)
+    solution = Path(data.solution or Path(task.path) / "solution")
+    files = TaskFiles(task.path)
+    if not (solution / SCRIPT).is_file():
+        raise ConfigError(f"task {task.id}: no {solution / SCRIPT}; the oracle agent needs one")
+    files.require(solution / SCRIPT)
+    if files.any_rules(solution):
+        with tempfile.TemporaryDirectory() as scratch:
+            files.copy(solution, Path(scratch, "solution"))
+            await sandbox.upload(str(Path(scratch, "solution")), "/solution")
+    else:
+        await sandbox.upload(str(solution), "/solution")
+    env = {"DEBIAN_FRONTEND": "noninteractive", **data.solution_env}
+    return await sandbox.exec(["bash", f"/solution/{SCRIPT}"], cwd=task.workdir, env=env)
 
 
 class HarborFormat:
@@ -69,7 +94,7 @@ class HarborFormat:
     begin_step = staticmethod(begin_step)
     may_continue = staticmethod(may_continue)
     combine = staticmethod(combine)
-    solve = staticmethod(solution.solve)
+    solve = staticmethod(solve)
     verify = staticmethod(verifier.verify)
 
 

@@ -5,14 +5,15 @@ A step is an ordinary :class:`Task`, so agents and the verifier need no code for
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megaflow_hpc.errors import SetupError
 from megaflow_hpc.tasks.formats import StepVerdict
-from megaflow_hpc.tasks.harbor.data import HarborData, fields_of
-from megaflow_hpc.tasks.harbor.healthcheck import wait_healthy
+from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, fields_of
 from megaflow_hpc.types import Sandbox, Task, Verdict
 
 SETUP_TIMEOUT_S = 600.0
@@ -93,3 +94,31 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in counted) / len(counted) for n in names}
     agent_error = verdicts[-1].verdict.agent_error
     return replace(Verdict.of(rewards, output, artifacts), error="; ".join(errors), agent_error=agent_error)
+
+
+async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
+    """Runs the check's command until it succeeds. Failures within the start period do not count.
+
+    Args:
+        who: name of the task or step for the message.
+        sandbox: the sandbox to check.
+        check: the check; without a command, returns at once.
+
+    Raises:
+        SetupError: it failed ``retries`` times.
+    """
+    if not check.command:
+        return
+    started = time.monotonic()
+    failures = 0
+    while True:
+        result = await sandbox.exec(check.command, timeout_s=check.timeout_sec)
+        if result.exit_code == 0:
+            return
+        starting = time.monotonic() - started < check.start_period_sec
+        failures += not starting
+        if failures >= check.retries:
+            raise SetupError(
+                f"task {who}: not healthy: {check.command!r} ended with {result.exit_code}: {result.stderr[-300:]}"
+            )
+        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)

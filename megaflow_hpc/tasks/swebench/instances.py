@@ -25,7 +25,7 @@ TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
 """Fields that are only written to files."""
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
 """Pattern of an image name, optionally with a registry. Lines are untrusted, and a path in one would be used as it is.
-Pattern of an image name, optionally with a registry. Lines are untrusted, and a path in one would be used as it is."""
+"""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from megaflow_hpc.config.data_algorithms import ReplayConfig
 from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.training.algorithms import filters, rewards
-from megaflow_hpc.training.algorithms.order import ordered
-from megaflow_hpc.training.algorithms.replay import replay, replayable
 from megaflow_hpc.training.algorithms.samples import SampleGroup
 
 
@@ -95,3 +94,20 @@ def choose(
         times = {group: count for group, count in times.items() if group in known}
         times |= {group.id: times.get(group.id, 0) + 1 for group in again}
     return Choice(tuple(taken), drops, tuple(queue[want:]), tuple(again), {"times": times} if times else {})
+
+
+def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
+    """Sorts groups. A group without sampled tokens comes first, because it is only settled."""
+    return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
+
+
+def replayable(replayed: Sequence[SampleGroup], config: ReplayConfig, times: Mapping[str, int]) -> list[SampleGroup]:
+    """Returns the groups of ``replayed`` (the latest last) that may be replayed again."""
+    latest = replayed[max(len(replayed) - config.size, 0) :]
+    return [group for group in latest if not times.get(group.id, 0)]
+
+
+def replay(candidates: Sequence[SampleGroup], fresh: int, config: ReplayConfig) -> list[SampleGroup]:
+    """Returns the latest groups to add to ``fresh`` new ones, so that their share of the step is at most ``ratio``."""
+    count = min(int(fresh * config.ratio / (1 - config.ratio) + 1e-9), len(candidates))
+    return list(candidates[len(candidates) - count :])

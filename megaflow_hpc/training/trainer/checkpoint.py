@@ -206,8 +206,8 @@ def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
 
 
 def _settle(staged: Path, place: Path) -> None:
-    """Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are valid.
-    Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are valid."""
+    """Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are
+    valid."""
     fsync_tree(staged)
     try:
         os.rename(staged, place)

@@ -20,7 +20,7 @@ from megaflow_hpc.training.trainer.model import PolicyModel
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Options of ``mallopt`` (malloc.h): how much free heap is returned to the kernel, and how many blocks may be mapped.
-Options of ``mallopt`` (malloc.h): how much free heap is returned to the kernel, and how many blocks may be mapped."""
+"""
 
 
 class Optimizer:
@@ -116,8 +116,8 @@ class Optimizer:
             self._state(master)["step"].fill_(count)
 
     def tensors(self) -> dict[str, Any]:
-        """Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the state.
-        Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the state."""
+        """Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the
+        state."""
         found: dict[str, Any] = {}
         for name, master in self.masters.items():
             state = self._state(master)
