@@ -40,17 +40,17 @@ def look_in(kept: str, beside: str) -> None:
 
 def imported_from(directory: str) -> list[str]:
     """Returns the names of the files and directories in ``directory`` from which this process has imported modules."""
-    found: set[str] = set()
+    files: set[str] = set()
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if spec is None or "." in name or name in ("__main__", "megaflow_hpc"):
             continue
         places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else ())]
-        found |= {os.path.basename(str(p)) for p in places if os.path.dirname(str(p)) == directory}
-    return sorted(found)
+        files |= {os.path.basename(str(p)) for p in places if os.path.dirname(str(p)) == directory}
+    return sorted(files)
 
 
-def keep(names: Iterable[str], directory: Path, place: Path) -> None:
+def keep(names: Iterable[str], directory: Path, target: Path) -> None:
     """Copies modules and packages of ``directory`` to ``place``, and the files that their text names.
 
     These are modules that they import later, and, if a module uses ``__file__``, files and directories that it names.
@@ -64,10 +64,10 @@ def keep(names: Iterable[str], directory: Path, place: Path) -> None:
         ConfigError: The code exceeds :data:`MAX_FILES` or :data:`MAX_BYTES`, or cannot be read.
     """
     count = size = 0
-    waiting, known, data = sorted(names, reverse=True), set(names), set[str]()
+    waiting, seen, data = sorted(names, reverse=True), set(names), set[str]()
     while waiting:
         for file in _files(directory / waiting.pop()):
-            count, size = count + 1, size + _copy(file, directory, place, MAX_BYTES - size)
+            count, size = count + 1, size + _copy(file, directory, target, MAX_BYTES - size)
             if count > MAX_FILES or size > MAX_BYTES:
                 raise ConfigError(
                     f"{directory}: its agents import more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, "
@@ -75,20 +75,20 @@ def keep(names: Iterable[str], directory: Path, place: Path) -> None:
                 )
             if file.suffix == ".py":
                 imported, named = _named(file.read_bytes(), directory)
-                waiting += sorted(imported - known, reverse=True)
-                known, data = known | imported, data | named
-    done = [Path(name) for name in known]
+                waiting += sorted(imported - seen, reverse=True)
+                seen, data = seen | imported, data | named
+    done = [Path(name) for name in seen]
     for path in map(Path, sorted(data)):
-        if place.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in done):
+        if target.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in done):
             continue
         done.append(path)
         files = list(itertools.islice(_files(directory / path), DATA_FILES + 1))
         if len(files) <= DATA_FILES and sum(file.stat().st_size for file in files) <= DATA_BYTES:
             for file in files:
-                _copy(file, directory, place, DATA_BYTES)
+                _copy(file, directory, target, DATA_BYTES)
         else:
-            _make_parents(path, place)
-            (place / path).symlink_to(directory / path)
+            _make_parents(path, target)
+            (target / path).symlink_to(directory / path)
 
 
 def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
@@ -110,7 +110,7 @@ def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
     return imported, {path for path in paths if path[0] not in "./" and os.path.exists(directory / path)}
 
 
-def _copy(file: Path, directory: Path, place: Path, most: int) -> int:
+def _copy(file: Path, directory: Path, target: Path, most: int) -> int:
     """Copies a file of at most ``most`` bytes; returns its size, or ``most + 1`` if it is larger.
 
     The copy is readable by no more users than the file.
@@ -123,15 +123,15 @@ def _copy(file: Path, directory: Path, place: Path, most: int) -> int:
     if len(data) > most:
         return len(data)
     path = file.relative_to(directory)
-    _make_parents(path, place)
-    kept = file_mode((place / path).parent) if mode & 0o077 else 0o600
-    write_atomic(place / path, data, kept | (kept & 0o444) >> 2 if mode & 0o100 else kept)
+    _make_parents(path, target)
+    kept = file_mode((target / path).parent) if mode & 0o077 else 0o600
+    write_atomic(target / path, data, kept | (kept & 0o444) >> 2 if mode & 0o100 else kept)
     return len(data)
 
 
-def _make_parents(path: Path, place: Path) -> None:
+def _make_parents(path: Path, target: Path) -> None:
     for folder in reversed(path.parents):
-        make_directory(place / folder)
+        make_directory(target / folder)
 
 
 def _files(path: Path) -> Iterator[Path]:

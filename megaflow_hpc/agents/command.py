@@ -87,16 +87,16 @@ def environment(model: ModelEndpoint | None) -> dict[str, str]:
     Raises:
         ConfigError: The model cannot be reached from inside the sandbox.
     """
-    known = {"MEGAFLOW_INSTRUCTION_FILE": INSTRUCTION}
+    variables = {"MEGAFLOW_INSTRUCTION_FILE": INSTRUCTION}
     if model is None:
-        return known
+        return variables
     if not model.sandbox_url:
         raise ConfigError(
             "agent command: its program calls the model from inside the sandbox, but network 'none' forbids it; "
             "use environment.network: gateway (or host)"
         )
     return {
-        **known,
+        **variables,
         "OPENAI_BASE_URL": model.sandbox_url,
         "OPENAI_API_BASE": model.sandbox_url,
         "OPENAI_API_KEY": model.api_key,
@@ -208,13 +208,13 @@ def toolbox_of(name: str, given: str | None) -> Path:
     path = given or os.environ.get("MEGAFLOW_AGENTS") or "~/.megaflow-hpc/agents"
     box = Path(os.path.expandvars(os.path.expanduser(path))).absolute()
     try:
-        found = (box / name / ".complete").read_text().strip()
+        version = (box / name / ".complete").read_text().strip()
     except OSError:
-        found = "nothing"
+        version = "nothing"
     wanted = {**PACKAGES, **PYTHON_PACKAGES}[name]
-    if found != wanted:
+    if version != wanted:
         raise ConfigError(
-            f"agent {name}: the tool box {box} contains {found}, expected {wanted}; run bash "
+            f"agent {name}: the tool box {box} contains {version}, expected {wanted}; run bash "
             f"{resource('launchers/agents.sh')} {name}, or name another directory in args.toolbox or MEGAFLOW_AGENTS"
         )
     return box

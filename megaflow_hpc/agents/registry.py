@@ -103,7 +103,7 @@ class KnownAgent:
 
 def known_agents() -> list[KnownAgent]:
     """Returns the package's agents, after trying to create each."""
-    found = []
+    agents = []
     for name in NAMES:
         lacks = ""
         try:
@@ -112,29 +112,29 @@ def known_agents() -> list[KnownAgent]:
         except ConfigError as error:
             lacks = str(error)
         about = (inspect.getdoc(_find(name)) or "").partition("\n")[0].rstrip(".")
-        found.append(KnownAgent(name, about, name not in WITHOUT_MODEL, NEEDED_ARGS.get(name, ""), lacks))
-    return found
+        agents.append(KnownAgent(name, about, name not in WITHOUT_MODEL, NEEDED_ARGS.get(name, ""), lacks))
+    return agents
 
 
-def result_of(name: str, found: Any) -> AgentResult:
+def result_of(name: str, returned: Any) -> AgentResult:
     """Converts the return value of an agent's ``run``; ``None`` means that it has completed.
 
     Raises:
         UserCodeError: It returned another value. The message names the agent and the expected value.
     """
-    if found is None:
+    if returned is None:
         return AgentResult()
-    if not isinstance(found, AgentResult):
+    if not isinstance(returned, AgentResult):
         raise UserCodeError(
-            f"agent {name}: run returned {type(found).__name__} {found!r:.80}; return a "
+            f"agent {name}: run returned {type(returned).__name__} {returned!r:.80}; return a "
             "megaflow_hpc.types.AgentResult, or None if it is completed"
         )
-    if found.status not in VERIFIED:
+    if returned.status not in VERIFIED:
         raise UserCodeError(
-            f"agent {name}: run returned AgentResult(status={found.status!r}); expected completed, or truncated by a "
-            "limit; raise other failures, or set error and exit_code"
+            f"agent {name}: run returned AgentResult(status={returned.status!r}); expected completed, or truncated by "
+            "a limit; raise other failures, or set error and exit_code"
         )
-    return found
+    return returned
 
 
 def _get(spec: AgentSpec | Mapping[str, Any], key: str) -> Any:
@@ -158,12 +158,12 @@ def _find(name: str) -> Callable[..., Agent]:
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
             hint = f"; put {error.name}.py next to the campaign file, or its directory on PYTHONPATH"
         raise ConfigError(f"agent {name!r} cannot be imported: {error!r}{_at(error)}{hint}") from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    agent = getattr(module, attribute, None)
+    if agent is None:
         raise ConfigError(f"agent {name!r}: {module.__file__ or module_name} has no {attribute}")
-    if not callable(found):
+    if not callable(agent):
         raise ConfigError(f"agent {name!r}: {attribute} is not a class or function")
-    factory: Callable[..., Agent] = found
+    factory: Callable[..., Agent] = agent
     return factory
 
 

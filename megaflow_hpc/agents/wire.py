@@ -19,10 +19,10 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Reads the next message; returns ``None`` at the end, or if the peer sends an invalid message."""
     parcel = await wire.read_parcel(reader)
     try:
-        found = None if parcel is None else wire.unpack(parcel)
+        message = None if parcel is None else wire.unpack(parcel)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def encode_error(error: BaseException) -> dict[str, str]:

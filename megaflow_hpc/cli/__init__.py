@@ -157,8 +157,10 @@ def _carry_out(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        said = f"{error.filename}: {error.strerror}; correct the path or its permissions" if error.filename else error
-        note(f"megaflow-hpc: {said}")
+        message = (
+            f"{error.filename}: {error.strerror}; correct the path or its permissions" if error.filename else error
+        )
+        note(f"megaflow-hpc: {message}")
         return ConfigError.exit_status
 
 

@@ -39,8 +39,8 @@ def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace]
 
 def _of_others(arguments: argparse.Namespace) -> str:
     """Returns the first path of a verb's arguments that belongs to another user, with the user; else an empty text."""
-    given = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
-    for path in [given] if isinstance(given, str) else given:
+    paths = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
+    for path in [paths] if isinstance(paths, str) else paths:
         for read in (path, os.path.join(path, RESULTS)):
             with suppress(OSError, TypeError, ValueError):
                 owner = os.stat(read).st_uid

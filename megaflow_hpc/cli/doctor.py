@@ -108,18 +108,18 @@ def _slurm() -> Iterator[Finding]:
         yield Finding("slurm", "FAIL", str(error), remedy)
         return
     try:
-        known, absent = site.partitions(), health.absent_nodes()
+        partitions, absent = site.partitions(), health.absent_nodes()
     except SiteError as error:
         remedy = "is slurmctld up (scontrol ping), and SLURM_CONF right? without Slurm use --launcher local"
         yield Finding("controller", "FAIL", str(error), remedy)
         return
-    for name, part in sorted(known.items()):
+    for name, part in sorted(partitions.items()):
         yield _partition(part, absent.get(name))
         if part.gpus and part.up:
             yield _engine_cpus(name)
-    if not any(part.up for part in known.values()):
+    if not any(part.up for part in partitions.values()):
         yield Finding("partition", "FAIL", "none that you may use takes jobs", "ask the site")
-    elif not any(part.default for part in known.values()):
+    elif not any(part.default for part in partitions.values()):
         remedy = "name one in slurm.pods.partition and slurm.servers.partition, or ask the site for its default one"
         yield Finding("partition", "warn", "none is the default: sbatch refuses jobs that name none", remedy)
     yield Finding("array size", "ok", f"MaxArraySize {site.max_array_size()}")
@@ -151,8 +151,8 @@ def _engine_cpus(partition: str) -> Finding:
         return Finding("engine CPUs", "ok", f"{partition}: servers ask for {cpus} CPUs for each GPU")
     if cpus is None and share:
         return Finding("engine CPUs", "ok", f"{partition}: DefCpuPerGPU gives them to servers")
-    found = f"{partition}: {'its nodes have one CPU for each GPU' if share else 'CPUs for each GPU are not known'}"
-    return Finding("engine CPUs", "warn", f"{found}; an engine server gets one", "set slurm.servers.cpus_per_gpu")
+    message = f"{partition}: {'its nodes have one CPU for each GPU' if share else 'CPUs for each GPU are not known'}"
+    return Finding("engine CPUs", "warn", f"{message}; an engine server gets one", "set slurm.servers.cpus_per_gpu")
 
 
 def _mpi() -> Iterator[Finding]:
@@ -201,9 +201,9 @@ def _mpi_probe() -> Iterator[Finding]:
     yield Finding("mpi probe", "ok", f"two ranks in one world by --mpi={plugin}, {world.library}")
     if plugin != plugins[0]:
         remedy = f"export MEGAFLOW_MPI={plugin}"
-        said = f"--mpi={plugins[0]} does not work here: the first pods of a run try it first"
-        yield Finding("mpi probe", "warn", said, remedy)
-    yield _lost_rank({name: found.outlives for name, found in worlds.items()})
+        message = f"--mpi={plugins[0]} does not work here: the first pods of a run try it first"
+        yield Finding("mpi probe", "warn", message, remedy)
+    yield _lost_rank({name: launched.outlives for name, launched in worlds.items()})
     if world.asks:
         yield Finding("from jobs", "ok", "Slurm answers on compute nodes: pods can requeue and scale")
     else:
@@ -216,9 +216,9 @@ def _lost_rank(outlives: dict[str, bool]) -> Finding:
     first, better = next(iter(outlives)), next((name for name, goes_on in outlives.items() if goes_on), "")
     if first == better:
         return Finding("lost rank", "ok", f"by --mpi={first} a step goes on without a rank that was killed")
-    found = f"by --mpi={first} the loss of a rank ends the step: its pod starts anew, with what ran there"
+    message = f"by --mpi={first} the loss of a rank ends the step: its pod starts anew, with what ran there"
     remedy = "more and smaller pods lose less by it (slurm.pods), or an MPI that speaks pmi2: MPICH, Intel MPI"
-    return Finding("lost rank", "warn", found, f"export MEGAFLOW_MPI={better}" if better else remedy)
+    return Finding("lost rank", "warn", message, f"export MEGAFLOW_MPI={better}" if better else remedy)
 
 
 def _apptainer() -> Iterator[Finding]:
@@ -230,29 +230,29 @@ def _apptainer() -> Iterator[Finding]:
     if is_full(scratch):
         yield Finding("apptainer", "warn", f"{apptainer}: not tried", "make room on scratch first")
         return
-    found = probe.probe(scratch, apptainer)
-    kind = "setuid" if found.setuid else "in user namespaces"
-    yield Finding("apptainer", "ok", f"{found.version} at {found.apptainer}, {kind}")
-    yield _can("namespaces", "user namespaces work", found.user_namespaces, "ask the site for user namespaces", "warn")
-    yield _can("containers", "a container starts", found.container, "no sandbox can run here; ask the site")
-    if found.container:
+    probed = probe.probe(scratch, apptainer)
+    kind = "setuid" if probed.setuid else "in user namespaces"
+    yield Finding("apptainer", "ok", f"{probed.version} at {probed.apptainer}, {kind}")
+    yield _can("namespaces", "user namespaces work", probed.user_namespaces, "ask the site for user namespaces", "warn")
+    yield _can("containers", "a container starts", probed.container, "no sandbox can run here; ask the site")
+    if probed.container:
         return
-    layers = f"writable layers by {'the kernel' if found.overlay_by == 'kernel' else found.overlay_by}"
+    layers = f"writable layers by {'the kernel' if probed.overlay_by == 'kernel' else probed.overlay_by}"
     remedy = "set MEGAFLOW_SCRATCH to a local disk, or ask for fuse-overlayfs and an open /dev/fuse"
-    if found.overlay and not found.copy:
-        cost = f"every sandbox is a copy of its image, in time and in room on scratch: {found.overlay}"
+    if probed.overlay and not probed.copy:
+        cost = f"every sandbox is a copy of its image, in time and in room on scratch: {probed.overlay}"
         yield Finding("overlay", "warn", cost, remedy)
     else:
-        yield _can("overlay", layers, found.overlay and f"{found.overlay}; and no copies: {found.copy}", remedy)
+        yield _can("overlay", layers, probed.overlay and f"{probed.overlay}; and no copies: {probed.copy}", remedy)
     remedy = "use environment.network: host, or ask the site"
-    yield _can("network none", "sandboxes without a network", found.private_network, remedy, "warn")
-    remedy = f"use environment.network: {'host' if found.private_network else 'none or host'}"
-    way = {"nsenter": "entered from outside", "helper": "a helper inside listens"}.get(found.gateway_by, "")
-    yield _can("gateway", f"only the model is reached ({way})", found.gateway, remedy, "warn")
-    yield _can("processes", "bounded by the kernel", found.processes, "the watchdog counts them instead", "warn")
+    yield _can("network none", "sandboxes without a network", probed.private_network, remedy, "warn")
+    remedy = f"use environment.network: {'host' if probed.private_network else 'none or host'}"
+    way = {"nsenter": "entered from outside", "helper": "a helper inside listens"}.get(probed.gateway_by, "")
+    yield _can("gateway", f"only the model is reached ({way})", probed.gateway, remedy, "warn")
+    yield _can("processes", "bounded by the kernel", probed.processes, "the watchdog counts them instead", "warn")
     remedy = "keys, io_uring and vsock are open to sandboxes"
-    yield _can("system calls", "sandboxes get no keys, io_uring or vsock", found.calls, remedy, "warn")
-    cgroup = found.cgroup or "none is delegated: the watchdog holds memory and the rest"
+    yield _can("system calls", "sandboxes get no keys, io_uring or vsock", probed.calls, remedy, "warn")
+    cgroup = probed.cgroup or "none is delegated: the watchdog holds memory and the rest"
     yield Finding("cgroup", "ok", cgroup)
 
 
@@ -269,21 +269,21 @@ def _scratch() -> Iterator[Finding]:
     type_ = scratch.file_system(path)
     kind = scratch.kind_of(type_)
     inodes = f"{room.f_favail:,} inodes" if room.f_files else "inodes unbounded"
-    found = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
+    message = f"{path} on {type_}: {free:.0f} GB, {inodes} free"
     if scratch.is_full(path):
         remedy = "remove what is old there (megaflow-hpc janitor, images prune), or set MEGAFLOW_SCRATCH elsewhere"
-        yield Finding("scratch", "FAIL", f"{found}; it is full: no sandbox can start", remedy)
+        yield Finding("scratch", "FAIL", f"{message}; it is full: no sandbox can start", remedy)
     elif kind == "memory":
         remedy = "what sandboxes write is charged to the job's memory; ask for more of it (slurm.pods.mem_gb)"
-        yield Finding("scratch", "warn", f"{found}; it is memory", remedy)
+        yield Finding("scratch", "warn", f"{message}; it is memory", remedy)
     elif kind == "network":
         remedy = "set MEGAFLOW_SCRATCH to a node-local directory"
-        yield Finding("scratch", "warn", f"{found}; every sandbox is a copy of its image there", remedy)
+        yield Finding("scratch", "warn", f"{message}; every sandbox is a copy of its image there", remedy)
     elif free < 5 or (room.f_files and room.f_favail < 200_000):
         remedy = "set MEGAFLOW_SCRATCH to a node-local directory with room for the images"
-        yield Finding("scratch", "warn", found, remedy)
+        yield Finding("scratch", "warn", message, remedy)
     else:
-        yield Finding("scratch", "ok", found)
+        yield Finding("scratch", "ok", message)
     if warning:
         yield Finding("scratch", "warn", warning, "set MEGAFLOW_SCRATCH to a node-local directory")
 

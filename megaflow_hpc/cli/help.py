@@ -49,9 +49,9 @@ def variables(width: int) -> str:
     from megaflow_hpc.config.variables import PREFIX, VARIABLES
 
     lines = []
-    for title, found in VARIABLES.items():
+    for title, rows in VARIABLES.items():
         lines += [f"{title}:", ""]
-        for variable in found:
+        for variable in rows:
             text = f"{variable.meaning}. Default: {variable.default}. Read by: {variable.reader}."
             wrapped = textwrap.wrap(text, max(40, width - 6), break_on_hyphens=False)
             lines += [f"  {PREFIX}{variable.name}", *(f"      {line}" for line in wrapped)]

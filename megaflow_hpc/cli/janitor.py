@@ -34,8 +34,8 @@ def _janitor(arguments: argparse.Namespace) -> int:
 
     places = [arguments.scratch] if arguments.scratch else scratch_directories()
     counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, left=0)
-    for place in places:
-        counts.update(sweep(place))
+    for directory in places:
+        counts.update(sweep(directory))
     scratch = ", ".join(map(str, places)) or "no scratch on this node"
     counts["pods"] = sweep_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     counts["builds"] = sweep_directories(tempfile.gettempdir(), BUILD_DIRECTORY)

@@ -102,7 +102,7 @@ def used(cpu_s: float | None, memory_peak_mb: float | None, disk_peak_mb: float 
         (memory_peak_mb, "at most {:.0f} MB of memory"),
         (disk_peak_mb, "{:.0f} MB of disk"),
     )
-    return ", ".join(said.format(value) for value, said in parts if value is not None and value == value)
+    return ", ".join(template.format(value) for value, template in parts if value is not None and value == value)
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -115,7 +115,7 @@ def summary(result: dict[str, Any]) -> str:
             row["statuses"].get("completed", 0),
             row["statuses"].get("truncated", 0),
             row["statuses"].get("failed", 0),
-            f"{row['solved']} of {found['samples'] if (found := row.get('evaluation')) else 0}",
+            f"{row['solved']} of {evaluation['samples'] if (evaluation := row.get('evaluation')) else 0}",
             *_evaluated(row.get("evaluation"), row["mean_reward"]),
             row["turns"],
         )
@@ -136,12 +136,12 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join([table(head, rows), *notes])
 
 
-def _evaluated(found: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
+def _evaluated(evaluation: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:
     """Format mean reward and pass@k of a policy, each with its 95 % interval."""
-    if not found:
+    if not evaluation:
         return ("-" if mean is None else f"{mean:.3f}"), "-"
-    each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in found["pass_at"].items()]
-    return estimate(found["mean"], found["low"], found["high"]), ", ".join(each) or "-"
+    each = [f"@{k} {estimate(p['value'], p['low'], p['high'])}" for k, p in evaluation["pass_at"].items()]
+    return estimate(evaluation["mean"], evaluation["low"], evaluation["high"]), ", ".join(each) or "-"
 
 
 def estimate(value: float, low: float | None, high: float | None) -> str:
@@ -203,12 +203,12 @@ FIGURES = (
 def training_lines(status: Mapping[str, Any]) -> list[str]:
     """Returns the progress and metrics of each learning policy, and the state of its trainer."""
     lines = []
-    for policy, found in status.get("training", {}).items():
-        said = [f"{policy}: step {found['step']} of {found['steps']}, weights {found['weights']}"]
-        said += [f"{words} {_figure(name, found[name])}" for name, words in FIGURES if found[name] is not None]
-        lines.append(", ".join(said))
-        lines += [f"{policy}: {warning}" for warning in found["warnings"]]
-        trainer = found["trainer"]
+    for policy, state in status.get("training", {}).items():
+        parts = [f"{policy}: step {state['step']} of {state['steps']}, weights {state['weights']}"]
+        parts += [f"{words} {_figure(name, state[name])}" for name, words in FIGURES if state[name] is not None]
+        lines.append(", ".join(parts))
+        lines += [f"{policy}: {warning}" for warning in state["warnings"]]
+        trainer = state["trainer"]
         where = f" on {trainer['node']}" if trainer["state"] == "running" and trainer["node"] else ""
         job = f" (job {trainer['job_id']})" if trainer["job_id"] else ""
         line = f"trainer of {policy}: {trainer['state']}{where}{job}"

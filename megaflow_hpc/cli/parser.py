@@ -66,11 +66,11 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
                 self.error(f"{name}: no such option{_near(name, self._option_string_actions)}")
         words = sys.argv[1:] if args is None else args
-        found, unknown = super().parse_known_args(words if verbs_of(self) else self._options_first(words), namespace)
+        parsed, unknown = super().parse_known_args(words if verbs_of(self) else self._options_first(words), namespace)
         if unknown:
             what = "no such option" if unknown[0].startswith("-") else "one argument too many"
             self.error(f"{unknown[0]}: {what}")
-        return found, []
+        return parsed, []
 
     def _own(self, words: Sequence[str]) -> Iterable[str]:
         """Yield the words before the verb that parses the rest, or before ``--``."""
@@ -88,32 +88,32 @@ class Parser(argparse.ArgumentParser):
         options: list[list[str]] = []
         others: list[tuple[int, str]] = []
         greedy: list[tuple[list[str], int]] = []
-        place = 0
-        while place < len(words):
-            word = words[place]
-            place += 1
+        index = 0
+        while index < len(words):
+            word = words[index]
+            index += 1
             if word == "--":
-                others += enumerate(words[place:], place)
+                others += enumerate(words[index:], index)
                 break
             if not self._is_option(word):
-                others.append((place, word))
+                others.append((index, word))
                 continue
             options.append([word])
             nargs = self._option_string_actions[word].nargs if word in self._option_string_actions else 0
             most = nargs if isinstance(nargs, int) else len(words) if nargs in ("+", "*") else 1
-            while len(options[-1]) <= most and place < len(words) and not self._is_option(words[place]):
-                options[-1].append(words[place])
-                place += 1
+            while len(options[-1]) <= most and index < len(words) and not self._is_option(words[index]):
+                options[-1].append(words[index])
+                index += 1
             if nargs in ("+", "*"):
-                greedy.append((options[-1], place))
+                greedy.append((options[-1], index))
         own = [action.nargs for action in self._actions if not action.option_strings]
         lacking = sum(n if isinstance(n, int) else n in (None, "+") for n in own) - len(others)
         for option, behind in reversed(greedy):
             spare = max(0, min(lacking, len(option) - 2))
             lacking -= spare
             others += [(behind - n, option.pop()) for n in range(spare)]
-        found = [word for option in options for word in option]
-        return [*found, "--", *(word for _, word in sorted(others))] if others else found
+        moved = [word for option in options for word in option]
+        return [*moved, "--", *(word for _, word in sorted(others))] if others else moved
 
     def _is_option(self, word: str) -> bool:
         return word.startswith("-") and word != "-" and not self._negative_number_matcher.match(word)
@@ -160,12 +160,12 @@ class CommandParser(Parser):
     def _verbs(self) -> dict[str, list[argparse.Action]]:
         [verbs] = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         helps = {line.dest: line.help for line in verbs._choices_actions}
-        found = {
+        by_verb = {
             title: [argparse.Action([], name, help=helps.pop(name)) for name in names if name in helps]
             for title, names in self._sections.items()
         }
         others = [argparse.Action([], name, help=line) for name, line in helps.items()]
-        return {title: lines for title, lines in {**found, "others": others}.items() if lines}
+        return {title: lines for title, lines in {**by_verb, "others": others}.items() if lines}
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -65,9 +65,9 @@ class ProgressLine:
             )
             return
         line = f"{self._name}: {status['state']}, {done}/{counts['total']} done, {detail}"
-        said, when = self._last_line
-        settled = status["state"] in ("finished", "cancelled") or not said
-        if line != said and (settled or time.monotonic() - when > self.LINE_EVERY_S):
+        text_before, when = self._last_line
+        settled = status["state"] in ("finished", "cancelled") or not text_before
+        if line != text_before and (settled or time.monotonic() - when > self.LINE_EVERY_S):
             note(line)
             self._last_line = (line, time.monotonic())
 

@@ -33,9 +33,9 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> str:
             raise SiteError(f"MEGAFLOW_APPTAINER={named}: cannot be run; name an apptainer executable or unset it")
         return os.path.abspath(named)
     for name in ("apptainer", "singularity"):
-        found = shutil.which(name, path=environ.get("PATH"))
-        if found:
-            return os.path.abspath(found)
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path:
+            return os.path.abspath(path)
     raise SiteError("apptainer: not on PATH; load the site's module, install it, or point MEGAFLOW_APPTAINER at it")
 
 

@@ -103,14 +103,14 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
         start_new_session=True,
     )
     try:
-        said, errors = await process.communicate(stdin)
+        output, errors = await process.communicate(stdin)
     except BaseException:
         with suppress(ProcessLookupError):  # it has just ended by itself
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
     assert process.returncode is not None
-    return process.returncode, said, errors
+    return process.returncode, output, errors
 
 
 class ProcessLimits(NamedTuple):

@@ -43,13 +43,13 @@ def sweep_shared_memory(prefix: str = "mpich") -> int:
     garbage.
     """
     before = time.time() - STALE_S
-    found = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]
-    if not found:
+    stale = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]
+    if not stale:
         return 0
     # Other users' processes cannot be read, but they have not mapped our files.
     mapped = set().union(*map(mapped_files, processes()))
     removed = 0
-    for path in found:
+    for path in stale:
         with contextlib.suppress(OSError):
             if path not in mapped:
                 os.unlink(path)
@@ -60,15 +60,15 @@ def sweep_shared_memory(prefix: str = "mpich") -> int:
 def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
     """Return this user's entries with ``prefix`` in a world-writable directory. Links are not followed, because their
     creator chose the target."""
-    found: dict[str, os.stat_result] = {}
+    entries: dict[str, os.stat_result] = {}
     try:
         names = [name for name in os.listdir(base) if name.startswith(prefix)]
     except OSError:
-        return found  # the directory is missing or cannot be listed
+        return entries  # the directory is missing or cannot be listed
     for name in names:
         path = os.path.join(base, name)
         with contextlib.suppress(OSError):  # removed in the meantime
             status = os.lstat(path)
             if status.st_uid == os.getuid():
-                found[path] = status
-    return found
+                entries[path] = status
+    return entries

@@ -92,12 +92,12 @@ def _removed_as_root(path: str | os.PathLike[str]) -> bool:
     """Empties a directory as uid 0 of a namespace with the caller's subordinate ids; whether it could be removed."""
     from megaflow_hpc.host.subordinate import all_ids  # rarely needed: who only removes trees is spared it
 
-    place = os.path.abspath(path)
+    target = os.path.abspath(path)
     if os.geteuid() != 0 and all_ids():
-        words = [*all_ids(), "find", place, "-xdev", "-mindepth", "1", "-delete"]
+        words = [*all_ids(), "find", target, "-xdev", "-mindepth", "1", "-delete"]
         subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
-        os.rmdir(place)
+        os.rmdir(target)
     except FileNotFoundError:
         return True
     except OSError:
@@ -183,18 +183,18 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def open_directory(name: str, parent: int | None = None) -> int:
     """Opens a directory, no link, after its owner, who we may be, was given every right on it; returns a descriptor."""
     try:
-        found = os.open(name, _DIRECTORY, dir_fd=parent)
+        opened = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:
-        place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        child = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
-            os.chmod(f"/proc/self/fd/{place}", 0o700)  # by its name, a link might be followed
+            os.chmod(f"/proc/self/fd/{child}", 0o700)  # by its name, a link might be followed
         finally:
-            os.close(place)
+            os.close(child)
         return os.open(name, _DIRECTORY, dir_fd=parent)
-    if os.fstat(found).st_mode & 0o700 != 0o700:
+    if os.fstat(opened).st_mode & 0o700 != 0o700:
         with contextlib.suppress(PermissionError):  # another's; what is in it can perhaps be removed all the same
-            os.fchmod(found, 0o700)
-    return found
+            os.fchmod(opened, 0o700)
+    return opened
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

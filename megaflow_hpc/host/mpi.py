@@ -32,12 +32,12 @@ def find_mpiexec() -> str:
         SiteError: No mpiexec was found.
     """
     beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if not found:
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if not path:
         raise SiteError(
             "mpiexec: not found; pip install mpich next to megaflow-hpc, load an MPI module, or run with --ranks 1"
         )
-    return found
+    return path
 
 
 def mpiexec(ranks: int) -> list[str]:
@@ -57,12 +57,12 @@ def mpi_library() -> str:
     A child process loads the library without starting MPI, because loading can hang or end a process.
     """
     try:
-        asked = [sys.executable, "-c", LIBRARY]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=LIBRARY_S, check=False)
+        command = [sys.executable, "-c", LIBRARY]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIBRARY_S, check=False)
     except subprocess.TimeoutExpired:
         return ""
-    said = done.stdout.strip() if done.returncode == 0 else ""
-    return " ".join(re.split(r"[\s,]+", said)[:4])
+    output = done.stdout.strip() if done.returncode == 0 else ""
+    return " ".join(re.split(r"[\s,]+", output)[:4])
 
 
 def mpi_order(library: str) -> tuple[str, ...]:
@@ -88,6 +88,6 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
     chosen = "MPIR_CVAR_CH4_NETMOD" in environ or "FI_PROVIDER" in environ
     if chosen or not over_pmi2 or not device or not {"ucx", "ofi"} <= set(re.findall(r"\w+", device[1])):
         return {}
-    found = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets"}
+    variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets"}
     interface = interface_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    return found | ({"FI_SOCKETS_IFACE": interface} if interface and "FI_SOCKETS_IFACE" not in environ else {})
+    return variables | ({"FI_SOCKETS_IFACE": interface} if interface and "FI_SOCKETS_IFACE" not in environ else {})

@@ -21,10 +21,10 @@ _TURN_S = 5.0
 def is_private(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a directory, no link, of this user's, into which nobody else could have put anything."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def open_to_others(path: Path) -> str:
@@ -33,9 +33,9 @@ def open_to_others(path: Path) -> str:
     Raises:
         OSError: It is not there.
     """
-    found = path.stat()
-    if found.st_mode & 0o077:
-        return f"others may read it (mode {stat.S_IMODE(found.st_mode):04o}); chmod 600 {path}, and think of a new key"
+    status = path.stat()
+    if status.st_mode & 0o077:
+        return f"others may read it (mode {stat.S_IMODE(status.st_mode):04o}); chmod 600 {path}, and think of a new key"
     return ""
 
 
@@ -70,13 +70,13 @@ def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what
             here = os.path.dirname(here)
             continue
         try:
-            found = os.lstat(here)
+            status = os.lstat(here)
         except (FileNotFoundError, NotADirectoryError):
             return ""
-        kind = "a link, which" if stat.S_ISLNK(found.st_mode) else "it"
-        if found.st_uid not in trusted:
-            return f"{here}: {kind} belongs to {user_name(found.st_uid)}, who can replace it; use another directory"
-        if stat.S_ISLNK(found.st_mode):
+        kind = "a link, which" if stat.S_ISLNK(status.st_mode) else "it"
+        if status.st_uid not in trusted:
+            return f"{here}: {kind} belongs to {user_name(status.st_uid)}, who can replace it; use another directory"
+        if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > _MOST_LINKS:
                 return f"{here}: too many links"
@@ -84,22 +84,22 @@ def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what
             waiting.extendleft(reversed(target.split("/")))
             here = "/" if target.startswith("/") else os.path.dirname(here)
             continue
-        if found.st_mode & 0o022 and not (waiting and found.st_mode & stat.S_ISVTX):
-            return _open_to(here, found, "this directory" if waiting else what)
+        if status.st_mode & 0o022 and not (waiting and status.st_mode & stat.S_ISVTX):
+            return _open_to(here, status, "this directory" if waiting else what)
         if not waiting:
             return ""
         here = os.path.join(here, waiting.popleft())
 
 
-def _open_to(path: str, found: os.stat_result, what: str) -> str:
+def _open_to(path: str, status: os.stat_result, what: str) -> str:
     """Returns a message on who may write to a file or directory, and how to change that."""
-    open_bits = found.st_mode & 0o022
+    open_bits = status.st_mode & 0o022
     who = "its group" if open_bits == 0o020 else "everybody"
     change = {0o020: "g-w", 0o002: "o-w"}.get(open_bits, "o-w,g-w")
     remedy = f"chmod {change} {path}"
-    if found.st_uid != os.getuid():
-        remedy = f"ask {user_name(found.st_uid)} for {remedy}"
-    mode = stat.S_IMODE(found.st_mode)
+    if status.st_uid != os.getuid():
+        remedy = f"ask {user_name(status.st_uid)} for {remedy}"
+    mode = stat.S_IMODE(status.st_mode)
     return f"{path}: {who} may write to {what}; {remedy}, or use another place (it has mode {mode:04o})"
 
 
@@ -115,14 +115,14 @@ def private_directory(path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise SiteError(
             f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         path.chmod(0o700)
     return path
 
@@ -158,10 +158,10 @@ def own_directories(base: Path, name: str) -> list[Path]:
 
 def _others(base: Path, name: str) -> list[Path]:
     try:
-        found = sorted(entry for entry in os.listdir(base) if entry.startswith(f"{name}."))
+        names = sorted(entry for entry in os.listdir(base) if entry.startswith(f"{name}."))
     except OSError:  # a directory in which users may make names but not list them
         return []
-    return [base / entry for entry in found if is_private(base / entry)]
+    return [base / entry for entry in names if is_private(base / entry)]
 
 
 @contextmanager

@@ -42,8 +42,8 @@ class Identity:
     @classmethod
     def parse(cls, text: str) -> Identity | None:
         """Parses the output of :meth:`__str__`. ``None`` if ``text`` has another form."""
-        found = re.fullmatch(r"([0-9]{1,20})-([0-9]{1,20})", text)
-        return cls(int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(r"([0-9]{1,20})-([0-9]{1,20})", text)
+        return cls(int(match[1]), int(match[2])) if match else None
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
@@ -90,10 +90,10 @@ def read_proc(path: str) -> bytes:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = data = os.read(descriptor, 65536)
+        content = data = os.read(descriptor, 65536)
         while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # the kernel returns it page by page
-            found += data
-        return found
+            content += data
+        return content
     finally:
         os.close(descriptor)
 
@@ -146,13 +146,13 @@ def children(pid: int, threads: int | None = None) -> list[int]:
             names = os.listdir(f"/proc/{pid}/task")
         except OSError:
             return []
-    found: list[int] = []
+    pids: list[int] = []
     for name in names:
         try:
-            found += map(int, read_proc(f"/proc/{pid}/task/{name}/children").split())
+            pids += map(int, read_proc(f"/proc/{pid}/task/{name}/children").split())
         except OSError:
             continue
-    return found
+    return pids
 
 
 def descendants(pid: int) -> Iterator[int]:

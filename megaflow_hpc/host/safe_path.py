@@ -30,7 +30,7 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
     Raises:
         OSError: ``EXDEV`` if the path leads out of ``root``, otherwise the kernel's error.
     """
-    place = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
+    descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     names: list[str] = []
     waiting = deque(path.split("/"))
     links = 0
@@ -43,9 +43,9 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
                 if not names and not as_root:
                     raise OSError(errno.EXDEV, "leads out of its directory", path)
                 names = names[:-1]
-                place = _replace(place, _walk(root, names))
+                descriptor = _replace(descriptor, _walk(root, names))
                 continue
-            below = os.open(name, _STEP, dir_fd=place)
+            below = os.open(name, _STEP, dir_fd=descriptor)
             if stat.S_ISLNK(os.fstat(below).st_mode) and (follow or any(each not in ("", ".") for each in waiting)):
                 try:
                     target = os.readlink("", dir_fd=below)
@@ -58,14 +58,14 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
                     if not as_root:
                         raise OSError(errno.EXDEV, "leads out of its directory", path)
                     names = []
-                    place = _replace(place, _walk(root, names))
+                    descriptor = _replace(descriptor, _walk(root, names))
                 waiting.extendleft(reversed(target.split("/")))
                 continue
-            place = _replace(place, below)
+            descriptor = _replace(descriptor, below)
             names = [*names, name]
-        yield place, "/".join(names) or "."
+        yield descriptor, "/".join(names) or "."
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def reopen(descriptor: int, flags: int) -> int:
@@ -75,15 +75,15 @@ def reopen(descriptor: int, flags: int) -> int:
 
 def _walk(root: int, names: list[str]) -> int:
     """Open a directory from the root. Using ``..`` would lead elsewhere if a directory was moved."""
-    place = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
+    descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
     for name in names:
         try:
-            below = os.open(name, _STEP | os.O_DIRECTORY, dir_fd=place)
+            below = os.open(name, _STEP | os.O_DIRECTORY, dir_fd=descriptor)
         except BaseException:
-            os.close(place)
+            os.close(descriptor)
             raise
-        place = _replace(place, below)
-    return place
+        descriptor = _replace(descriptor, below)
+    return descriptor
 
 
 def _replace(old: int, new: int) -> int:

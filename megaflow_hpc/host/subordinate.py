@@ -74,14 +74,14 @@ def _range(path: str, option: str) -> str:
             rows = [line.strip().split(":") for line in file]
     except OSError:
         pass
-    found = [(int(row[2]), int(row[1])) for row in rows if len(row) == 3 and row[0] in (name, str(os.getuid()))]
-    if not found and (program := shutil.which("getsubids")):  # a directory service may provide the ranges
+    ranges = [(int(row[2]), int(row[1])) for row in rows if len(row) == 3 and row[0] in (name, str(os.getuid()))]
+    if not ranges and (program := shutil.which("getsubids")):  # a directory service may provide the ranges
         words = [program, *(["-g"] if option == "-g" else []), name]
-        said = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False).stdout
-        found = [(int(row[-1]), int(row[-2])) for line in said.splitlines() if len(row := line.split()) == 4]
-    if not found:
+        output = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False).stdout
+        ranges = [(int(row[-1]), int(row[-2])) for line in output.splitlines() if len(row := line.split()) == 4]
+    if not ranges:
         return ""
-    count, start = max(found)
+    count, start = max(ranges)
     return f"{start}:{count}"
 
 

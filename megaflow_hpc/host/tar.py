@@ -191,7 +191,7 @@ def _name(header: bytes) -> bytes:
 
 def _records(data: bytes) -> dict[bytes, bytes]:
     """Return the keywords of a POSIX extended header: records of ``LENGTH KEYWORD=VALUE`` and a newline."""
-    found: dict[bytes, bytes] = {}
+    records: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:
         digits = data[at : at + 20].partition(b" ")[0]
@@ -202,6 +202,6 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         keyword, equals, value = record[:-1].partition(b"=")
         if not equals or keyword.startswith(b"GNU.sparse"):
             raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
-        found[keyword] = value
+        records[keyword] = value
         at += length
-    return found
+    return records

@@ -43,10 +43,10 @@ _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 def cores_of(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the CPUs of the whole allocation, which accounting charges for."""
-    said = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
-    if not said:
+    counts = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
+    if not counts:
         return len(os.sched_getaffinity(0))
-    return sum(int(cpus) * int(times or 1) for cpus, times in _PER_NODE.findall(said))
+    return sum(int(cpus) * int(times or 1) for cpus, times in _PER_NODE.findall(counts))
 
 
 class RaisedLimits(msgspec.Struct, omit_defaults=True):
@@ -120,8 +120,8 @@ class CampaignBudget:
     def _said(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
         """Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the
         events."""
-        if (said := measured(lease.get(what))) is not None:
-            return said
+        if (value := measured(lease.get(what))) is not None:
+            return value
         if pod not in self._earlier:
             self._earlier[pod] = _of_events(self._run.events / f"{pod}.jsonl")
         return self._earlier[pod][what]
@@ -134,16 +134,16 @@ class CampaignBudget:
 
 def _of_events(file: Path) -> dict[str, float]:
     """Return the first time and the last progress of an event file. Without events the pod counts as started now."""
-    said = {"began_at": time.time(), "core_s": 0.0}
+    totals = {"began_at": time.time(), "core_s": 0.0}
     with suppress(OSError), open_regular(file) as lines:
         first = decode(lines.readline())
-        said["began_at"] = said["began_at"] if first is None else first.t
+        totals["began_at"] = totals["began_at"] if first is None else first.t
         lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL))
         for line in reversed(lines.read().splitlines()):
             event = decode(line)
             if isinstance(event, ProgressEvent) and event.core_s is not None:
-                return {**said, "core_s": event.core_s}
-    return said
+                return {**totals, "core_s": event.core_s}
+    return totals
 
 
 class Meter:
@@ -177,9 +177,9 @@ class Meter:
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
     """Returns the GPUs of an engine server: those that Slurm allocated to its element, else the ``planned`` number."""
-    given = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
-    return int(given) * int(nodes) if given.isdigit() and nodes.isdigit() else planned
+    return int(gpus) * int(nodes) if gpus.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:

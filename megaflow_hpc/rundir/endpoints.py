@@ -130,8 +130,8 @@ class EndpointFiles:
     def serving(self, policy: str | None = None) -> list[Endpoint]:
         """Returns the servers that are serving, of one policy or of all, ordered by file name."""
         paths = sorted(path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED))
-        found = [endpoint for path in paths if (endpoint := try_read_json(path, Endpoint)) is not None]
-        return [endpoint for endpoint in found if endpoint.url and policy in (None, endpoint.policy)]
+        endpoints = [endpoint for path in paths if (endpoint := try_read_json(path, Endpoint)) is not None]
+        return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
 
     def failed(self) -> list[FailedServer]:
         """Returns the servers that gave up."""
@@ -145,13 +145,13 @@ class EndpointFiles:
 
     def loading(self, policy: str) -> list[LoadingServer]:
         """Returns a policy's servers that are loading weights."""
-        found = []
+        servers = []
         for path in sorted(self._folder.glob(f"*{LOADING}")):
             server = try_read_json(path, LoadingServer)
             if server is not None and server.policy == policy:
                 server.server = path.name.removesuffix(LOADING)
-                found.append(server)
-        return found
+                servers.append(server)
+        return servers
 
     def memberships(self) -> list[PoolMembership]:
         """Returns the engine pools that serve models of this campaign.

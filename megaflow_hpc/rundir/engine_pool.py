@@ -92,12 +92,12 @@ class EnginePool:
         Raises:
             ConfigError: The pool was cancelled, or it has several policies and none of that name.
         """
-        known = self.about()
+        record = self.about()
         if closed := self.closed:
             raise ConfigError(closed)
-        if name not in known and len(known) != 1:
-            raise ConfigError(f"{self.path.parent}: the pool has no policy {name!r}; there are: {', '.join(known)}")
-        return name if name in known else next(iter(known))
+        if name not in record and len(record) != 1:
+            raise ConfigError(f"{self.path.parent}: the pool has no policy {name!r}; there are: {', '.join(record)}")
+        return name if name in record else next(iter(record))
 
     def about(self) -> dict[str, int]:
         """Returns the number of servers by policy.
@@ -129,8 +129,8 @@ class EnginePool:
 
     def serving(self, policy: str) -> list[Endpoint]:
         """Returns the servers of a policy that are serving, without keys."""
-        found = [try_read_json(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
-        return [endpoint for endpoint in found if endpoint and endpoint.url and endpoint.policy == policy]
+        endpoints = [try_read_json(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
+        return [endpoint for endpoint in endpoints if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
         """Makes a campaign a member of the pool and writes its key to its run directory.
@@ -153,7 +153,7 @@ class EnginePool:
 
     def users(self) -> dict[str, str]:
         """Returns the login name of the user who enrolled each digest."""
-        found = {}
+        users = {}
         for path in self.members.iterdir():
             if DIGEST.fullmatch(path.name):
                 try:
@@ -164,10 +164,10 @@ class EnginePool:
                     status = os.fstat(descriptor)
                     # A member may put any file there. A link to another user's file contains another name.
                     if stat.S_ISREG(status.st_mode) and os.read(descriptor, 65) == path.name.encode():
-                        found[path.name] = user_name(status.st_uid)
+                        users[path.name] = user_name(status.st_uid)
                 finally:
                     os.close(descriptor)
-        return found
+        return users
 
 
 def digest_of(key: str) -> str:

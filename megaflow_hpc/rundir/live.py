@@ -141,7 +141,7 @@ class LiveFiles:
             names = {name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")}
         except FileNotFoundError:
             names = set()
-        self._viewers = {name: known for name, known in self._viewers.items() if name in names}
+        self._viewers = {name: viewer for name, viewer in self._viewers.items() if name in names}
         rollouts: list[str] = []
         transcripts: list[str] = []
         for name in sorted(names):

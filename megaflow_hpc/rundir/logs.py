@@ -72,7 +72,7 @@ class Log:
 
 def all_logs(run: RunDir) -> list[Log]:
     """Returns the logs of a run, ordered by name, without opening them."""
-    found = []
+    logs = []
     try:
         names = sorted(os.listdir(run.logs))
     except FileNotFoundError:
@@ -82,10 +82,10 @@ def all_logs(run: RunDir) -> list[Log]:
         try:
             status = path.lstat()
             if name.endswith(".log") and stat.S_ISREG(status.st_mode):
-                found.append(Log(path, status.st_size, status.st_mtime))
+                logs.append(Log(path, status.st_size, status.st_mtime))
         except OSError:  # removed in the meantime, or not readable
             continue
-    return found
+    return logs
 
 
 def find_log(run: RunDir, wanted: str) -> Log:
@@ -102,11 +102,11 @@ def find_log(run: RunDir, wanted: str) -> Log:
         lambda log: log.role == name,
         lambda log: re.search(rf"-{re.escape(name)}(_|@|$)", log.name) is not None,
     ):
-        found = [log for log in there if fits(log)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ConfigError(f"{wanted}: several logs have this name; choose one: {_names(found)}")
+        matching = [log for log in there if fits(log)]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            raise ConfigError(f"{wanted}: several logs have this name; choose one: {_names(matching)}")
     if not there:
         raise ConfigError(f"{run.logs}: there is no log, because no job of this run has started")
     raise ConfigError(f"{wanted}: no such log in {run.logs}; there are: {_names(there)}")
@@ -149,11 +149,11 @@ def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:
             file.seek(start)
             pieces.insert(0, file.read(size))
     data = b"".join(pieces)
-    found = data.split(b"\n")
-    if not found[-1]:
-        found.pop()
-    kept = found[-lines:] if lines else []
-    before = start + sum(len(line) + 1 for line in found[: len(found) - len(kept)])
+    split_lines = data.split(b"\n")
+    if not split_lines[-1]:
+        split_lines.pop()
+    kept = split_lines[-lines:] if lines else []
+    before = start + sum(len(line) + 1 for line in split_lines[: len(split_lines) - len(kept)])
     return Tail([_text(line) for line in kept], before, end)
 
 
@@ -220,9 +220,9 @@ class RolloutLog:
 
     def read(self) -> list[str]:
         """Returns the lines written since the last call, events first. Empty if there is nothing new."""
-        found = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
-        self.ended = self.ended or any(said.startswith("stored: ") for _, said in found)
-        lines = [f"{_clock(t)} {said}" for t, said in sorted(found)]
+        texts = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
+        self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
+        lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
         for log in self._grown():
             while grown := log.read():
                 lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]

@@ -95,12 +95,12 @@ class Marks:
     def finished(self) -> bool:
         """Every block is done and no consumer may add some. Costs a read, and two listings if there is a mark."""
         try:
-            said = json.loads(read_regular(self._finished) or b"{}")
+            mark = json.loads(read_regular(self._finished) or b"{}")
         except FileNotFoundError:
             return False
         except ValueError:
-            said = {}
-        return not self.open and counts(said, planned(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
+            mark = {}
+        return not self.open and counts(mark, planned(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
 
     @property
     def open(self) -> list[str]:
@@ -147,7 +147,7 @@ class Marks:
 
     def unstarted(self) -> list[Unstarted]:
         """Returns the pods of which no start ever wrote a lease."""
-        found = []
+        pods = []
         paths = sorted(self._unstarted.glob("[!.]*"))
         started = {lease.name.rpartition(".")[0] for lease in self._leases.glob("*")} if paths else set()
         for path in paths:
@@ -156,8 +156,8 @@ class Marks:
             with contextlib.suppress(OSError, ValueError):
                 first, _, end = read_regular(path).decode("utf-8", "replace").partition("\n")
                 node, status, log = first.split(" ", 2)
-                found.append(Unstarted(path.name, node, int(status), log, cause(end.splitlines())))
-        return found
+                pods.append(Unstarted(path.name, node, int(status), log, cause(end.splitlines())))
+        return pods
 
     def forget_unstarted(self) -> None:
         """Removes these flags before the pods are started again."""
@@ -170,22 +170,22 @@ def planned(names: Iterable[str]) -> int:
     return sum(_PLANNED.match(name) is not None for name in names)
 
 
-def counts(said: Mapping[str, object] | None, blocks: int) -> bool:
+def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
     """Tells whether a finished mark is about all blocks. An old mark without a number is.
 
     Args:
         blocks: number of blocks, without handed-off ones.
     """
-    return said is not None and said.get("blocks", blocks) == blocks
+    return mark is not None and mark.get("blocks", blocks) == blocks
 
 
 def cause(lines: Sequence[str]) -> str:
     """Returns the line of a log's end that tells most about the cause."""
-    said = [line.strip() for line in lines if line.strip()]
+    texts = [line.strip() for line in lines if line.strip()]
     for mark in CAUSES:
-        if found := [line for line in said if mark in line]:
-            return found[0]
-    return said[-1] if said else "nothing was written"
+        if matching := [line for line in texts if mark in line]:
+            return matching[0]
+    return texts[-1] if texts else "nothing was written"
 
 
 if __name__ == "__main__":  # for batch scripts

@@ -212,11 +212,11 @@ def read_head(run: RunDir) -> RunHead:
 
 def read_jobs(run: RunDir) -> dict[str, JobRecord]:
     """Returns every recorded submission, by job or array. Unreadable files are skipped."""
-    found: dict[str, JobRecord] = {}
+    jobs: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
         if job := try_read_json(path, JobRecord):
-            found[path.stem] = job
-    return found
+            jobs[path.stem] = job
+    return jobs
 
 
 def _read(run: RunDir, kind: type[T]) -> T:

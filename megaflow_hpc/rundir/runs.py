@@ -50,15 +50,15 @@ def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
     Raises:
         ConfigError: ``under`` is not a readable directory.
     """
-    found, dated = FoundRuns(), []
-    for path, names in _directories(Path(under), depth, found):
+    search, dated = FoundRuns(), []
+    for path, names in _directories(Path(under), depth, search):
         if (planned := _planned_at(path, names)) is not None:
             dated.append((planned, path))
             names.clear()
-    if os.fspath(under) in map(os.fspath, found.unreadable):
+    if os.fspath(under) in map(os.fspath, search.unreadable):
         raise ConfigError(f"{under}: not a readable directory; name the directory of your runs")
-    found.runs = [path for _, path in sorted(dated, reverse=True)]
-    return found
+    search.runs = [path for _, path in sorted(dated, reverse=True)]
+    return search
 
 
 def latest(under: str | os.PathLike[str] = ".") -> Path:
@@ -67,16 +67,16 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
     Raises:
         ConfigError: No run was found, or there are too many files to search, so the newest might be missed.
     """
-    found, place = find(under), Path(under).absolute()
-    if found.cut:
+    search, directory = find(under), Path(under).absolute()
+    if search.cut:
         raise ConfigError(
-            f"{LATEST}: too many files in {place} to search; name the run, or its parent directory as DIR/{LATEST}"
+            f"{LATEST}: too many files in {directory} to search; name the run, or its parent directory as DIR/{LATEST}"
         )
-    whole = [path for path in found.runs if path.joinpath("run.json").exists()]
+    whole = [path for path in search.runs if path.joinpath("run.json").exists()]
     ours = [path for path in whole if path.stat().st_uid == os.getuid()]
     for path in ours or whole:
         return path
-    raise ConfigError(f"{LATEST}: no run directory in {place} or {DEPTH} levels below; name one")
+    raise ConfigError(f"{LATEST}: no run directory in {directory} or {DEPTH} levels below; name one")
 
 
 def named(text: str) -> Path:
@@ -89,7 +89,7 @@ def named(text: str) -> Path:
     return path if path.name != LATEST or path.exists() else latest(path.parent)
 
 
-def _directories(root: Path, depth: int, found: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
+def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
     """Yield directories level by level, with their names and whether each is a directory. The caller clears the names
     to stop the search there."""
     seen: set[tuple[int, int]] = set()
@@ -98,7 +98,7 @@ def _directories(root: Path, depth: int, found: FoundRuns) -> Iterator[tuple[Pat
         deeper: list[Path] = []
         for path in level:
             if looked >= DIRECTORIES or entries > ENTRIES:
-                found.cut = True
+                search.cut = True
                 return
             looked += 1
             names: dict[str, bool] = {}
@@ -114,10 +114,10 @@ def _directories(root: Path, depth: int, found: FoundRuns) -> Iterator[tuple[Pat
                             break
             except FileNotFoundError:  # removed in the meantime, or a dangling link
                 if path == root:
-                    found.unreadable.append(path)
+                    search.unreadable.append(path)
                 continue
             except OSError:
-                found.unreadable.append(path)
+                search.unreadable.append(path)
                 continue
             entries += len(names)
             yield path, names
@@ -140,11 +140,11 @@ def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
     try:
         if "run.json" not in names:
             return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None
-        place = path / "run.json"
+        record = path / "run.json"
         if not names.keys() >= _ROOMS:
-            with open_regular(place) as file:
+            with open_regular(record) as file:
                 if f'"{FORMAT}"'.encode() not in file.read(_HEAD):
                     return None
-        return place.stat().st_mtime_ns
+        return record.stat().st_mtime_ns
     except OSError:
         return None

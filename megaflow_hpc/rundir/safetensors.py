@@ -73,21 +73,21 @@ def read_header(path: Path) -> dict[str, Tensor]:
             header = json.loads(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         places = sorted((*map(int, entry["data_offsets"]), name) for name, entry in entries.items())
-        found = {name: Tensor(str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries.items()}
+        tensors = {name: Tensor(str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries.items()}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise broken(f"has a header that cannot be read ({error!r:.100})") from None
     end = 0
     for begin, behind, name in places:
-        tensor = found[name]
+        tensor = tensors[name]
         bits = math.prod(tensor.shape) * BITS.get(tensor.dtype, 0)
         if begin != end or behind < begin or (tensor.dtype in BITS and bits != 8 * (behind - begin)):
             raise broken(f"has tensor {name!r} of {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {behind}")
         end = behind
     if 8 + length + end != size:
         raise broken(f"has {size} bytes, and its header speaks of {8 + length + end}")
-    return found
+    return tensors
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
@@ -96,20 +96,20 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: A file is missing or cannot be loaded.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= read_header(path)
+        tensors |= read_header(path)
     index = folder / INDEX
     try:
         named = set(json.loads(read_regular(index))["weight_map"].values())
     except FileNotFoundError:
-        return found
+        return tensors
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index}: cannot be read ({error!r:.100}); save the weights again") from None
     for name in sorted(map(str, named)):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder / name}: is missing, although {INDEX} names it; save the weights again")
-    return found
+    return tensors
 
 
 def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:

@@ -105,8 +105,8 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
     with open(log, "rb") as file:
         file.seek(max(written, file.seek(0, os.SEEK_END) - LAST_WORD_LOG_BYTES))
         end = file.read()
-    said = f"{word} {os.uname().nodename} {exit_status} {log}\n".encode()
-    write_atomic(run.training / policy / "last", said + end)
+    line = f"{word} {os.uname().nodename} {exit_status} {log}\n".encode()
+    write_atomic(run.training / policy / "last", line + end)
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -189,13 +189,13 @@ class TrainingView:
 
     def commits(self, count: int) -> list[Commit]:
         """Returns the last ``count`` commits, oldest first. Unreadable ones are left out."""
-        known = self._commits
+        commits = self._commits
         numbers = self._numbers("commits")[-count:]
         # The last commit may be rewritten with a checkpoint.
         self._commits = {
             number: commit
             for number in numbers
-            if (commit := (number != numbers[-1] and known.get(number)) or self._read(Commit, "commits", number))
+            if (commit := (number != numbers[-1] and commits.get(number)) or self._read(Commit, "commits", number))
         }
         return list(self._commits.values())
 

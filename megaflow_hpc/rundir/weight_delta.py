@@ -92,8 +92,8 @@ def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> boo
     never stored as deltas."""
     if (whole / ADAPTER).exists():
         return False
-    found = write_delta(whole, base, number, folder)
-    if found is not None and found[0] >= MIN_DELTA_FACTOR * found[1]:
+    delta = write_delta(whole, base, number, folder)
+    if delta is not None and delta[0] >= MIN_DELTA_FACTOR * delta[1]:
         return True
     remove_tree(folder)
     return False

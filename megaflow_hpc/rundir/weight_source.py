@@ -67,8 +67,8 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
         (policy,) = models
     if policy not in models:
         unnamed = "several policies have models; name one with --policy" if models else "no policy has a model"
-        said = f"no policy {policy!r} with a model" if policy else unnamed
-        raise ConfigError(f"{run}: {said}; there are: {', '.join(sorted(models)) or 'none'}")
+        problem = f"no policy {policy!r} with a model" if policy else unnamed
+        raise ConfigError(f"{run}: {problem}; there are: {', '.join(sorted(models)) or 'none'}")
     if models[policy].get("engine") == "external":
         raise ConfigError(f"{run}: policy {policy!r} is an external endpoint, whose weights cannot be changed")
     return policy, models[policy]
@@ -106,8 +106,8 @@ def why_not_served(base: Path, served: Path) -> str:
         if ours.get(key) != theirs.get(key):
             return f"{base}: {key} is {ours.get(key)!r}, and {theirs.get(key)!r} in {served}, {others}"
     words = [_read(folder / "tokenizer.json").get("model") for folder in (base, served)]
-    known = [model["vocab"] for model in words if isinstance(model, dict) and "vocab" in model]
-    if len(known) == 2 and known[0] != known[1]:
+    vocabularies = [model["vocab"] for model in words if isinstance(model, dict) and "vocab" in model]
+    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
         return f"{base}: its tokenizer gives other numbers to words than that of {served}, {others}"
     return ""
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
     """Check tensors by their headers. If the engine found the error, the policy would be without service for
     minutes."""
-    found = read_directory(source)
+    tensors = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():
         return
@@ -128,7 +128,7 @@ def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
         served = read_directory(base)
     except ConfigError:
         return  # the engine has already loaded these weights
-    if why := why_not_of(found, served):
+    if why := why_not_of(tensors, served):
         raise ConfigError(f"{source}: {why} ({base}); publish weights of the policy's own model")
 
 

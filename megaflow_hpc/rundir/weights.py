@@ -129,8 +129,8 @@ def newest(run: RunDir, policy: str) -> Version:
     for number in reversed(numbers):
         about = _about(run.weights / str(number))
         if about is not None and about.policy == policy and not about.removed:
-            known = numbers if about.ordinal is None else [number]
-            return next(version for version in _history(run, known) if version.version == number)
+            needed = numbers if about.ordinal is None else [number]
+            return next(version for version in _history(run, needed) if version.version == number)
     return Version(policy=policy)
 
 
@@ -148,11 +148,11 @@ def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -
     Raises:
         OSError: The run directory cannot be read now.
     """
-    found = {0: 0, **(known or {})}
-    newest = max(found)
+    counted = {0: 0, **(known or {})}
+    newest = max(counted)
     later = [number for number in _numbers(run) if number > newest]
-    found |= {v.version: v.ordinal for v in _history(run, later, {policy: found[newest]}) if v.policy == policy}
-    return found
+    counted |= {v.version: v.ordinal for v in _history(run, later, {policy: counted[newest]}) if v.policy == policy}
+    return counted
 
 
 def publish(
@@ -200,10 +200,10 @@ def publish(
 def point(run: RunDir, policy: str) -> Version:
     """Moves the pointer to the policy's highest version. Repeats if a higher one was published in the meantime."""
     written = None
-    while written != (found := newest(run, policy)):
-        write_json(_pointer(run, policy), asdict(found))
-        written = found
-    return found
+    while written != (latest := newest(run, policy)):
+        write_json(_pointer(run, policy), asdict(latest))
+        written = latest
+    return latest
 
 
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
@@ -211,10 +211,10 @@ def prune(run: RunDir, policy: str, keep: int) -> list[int]:
 
     The current version stays, and so do the base versions of remaining deltas.
     """
-    found = versions(run, policy)
-    kept = [current(run, policy), *found[-max(1, keep) :]]
+    present = versions(run, policy)
+    kept = [current(run, policy), *present[-max(1, keep) :]]
     needed = {v.version for v in kept} | {base_of(Path(v.path)) for v in kept if v.path}
-    old = [v.version for v in found if v.version not in needed]
+    old = [v.version for v in present if v.version not in needed]
     for number in old:
         (run.weights / f".removing.{number}").touch(mode=0o600)
     for mark in run.weights.glob(".removing.*"):  # including those of publishers that were killed
@@ -249,7 +249,7 @@ def _about(folder: Path) -> VersionRecord | None:
 def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | None = None) -> list[Version]:
     """Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before
     them."""
-    found, last = [], dict(counted or {})
+    history, last = [], dict(counted or {})
     for number in numbers:
         folder = run.weights / str(number)
         if (about := _about(folder)) is not None:
@@ -257,8 +257,8 @@ def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | N
             last[policy] = last.get(policy, 0) + 1 if about.ordinal is None else about.ordinal
             path = "" if about.removed else str(folder)
             published_at, ordinal = about.published_at, last[policy]
-            found.append(Version(number, path, policy, published_at, ordinal, about.token, about.digest))
-    return found
+            history.append(Version(number, path, policy, published_at, ordinal, about.token, about.digest))
+    return history
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
@@ -284,8 +284,8 @@ def _published(history: Iterable[Version], policy: str, token: str, digest: str)
 def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move: bool, delta: bool) -> Version:
     """Stage a new version and give it the next number. Returns it, or the version that another process published first
     with the same token."""
-    place = _place()
-    staged = run.weights / f".publishing.{place}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
+    host = _place()
+    staged = run.weights / f".publishing.{host}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
         small = False
         if delta and (wholes := [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None]):
@@ -304,7 +304,7 @@ def _add(run: RunDir, source: Path, model: Mapping[str, Any], new: Version, move
             (staged / ABOUT).unlink(missing_ok=True)
             os.rename(staged, source)
         remove_tree(staged, ignore_errors=True)
-        _sweep(run, place)
+        _sweep(run, host)
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
@@ -363,11 +363,11 @@ def _place() -> str:
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 
-def _sweep(run: RunDir, place: str) -> None:
+def _sweep(run: RunDir, host: str) -> None:
     """Remove the files of killed publishers."""
     for path in run.weights.glob(".publishing.*"):
         where, process = [*path.name.split("."), "", ""][2:4]
-        identity = Identity.parse(process) if where == place else None
+        identity = Identity.parse(process) if where == host else None
         try:
             died = identity is not None and not identity.alive()
             if died or time.time() - path.stat().st_mtime > STALE_PUBLISHER_S:

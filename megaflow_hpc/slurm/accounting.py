@@ -83,7 +83,7 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     Raises:
         SiteError: A controller does not answer. The caller must not conclude that the jobs have ended.
     """
-    found: dict[str, JobState] = {}
+    states: dict[str, JobState] = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
             output = ask("squeue", *on(cluster), "-h", "-j", ",".join(numbers), "-t", "all", "-o", _FIELDS, epoch=True)
@@ -97,15 +97,15 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
             for number in expand(job_id):
                 element = named(number, cluster)
                 if not (
-                    element in found and found[element].live
+                    element in states and states[element].live
                 ):  # a heterogeneous job is alive while any of its components is
-                    found[element] = JobState(element, state, reason, node, starts_at)
-    return found
+                    states[element] = JobState(element, state, reason, node, starts_at)
+    return states
 
 
 def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
     """Returns the jobs' states from accounting, by element. The result is empty on a site without accounting."""
-    found = {}
+    states = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
             output = ask("sacct", *on(cluster), "-n", "-X", "-P", "-j", ",".join(numbers), "-o", "JobID,State,NodeList")
@@ -115,8 +115,8 @@ def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
             job_id, state, node = line.split("|", 2)
             for number in expand(job_id):
                 element = named(number, cluster)
-                found[element] = JobState(element, state.split(" ")[0], "", node)
-    return found
+                states[element] = JobState(element, state.split(" ")[0], "", node)
+    return states
 
 
 ACCOUNTING_DELAY_S = 300.0
@@ -162,30 +162,30 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
     Raises:
         SiteError: The site has no accounting, or it does not answer.
     """
-    job_ids, known = list(job_ids), _read(kept)
-    found: StartsByJob = {}
+    job_ids, cached = list(job_ids), _read(kept)
+    starts_by_job: StartsByJob = {}
     final: StartsByJob = {}
-    for cluster, numbers in by_cluster(job for job in job_ids if job not in known).items():
-        said, open_ = _asked(cluster, numbers)
-        found |= said
-        final |= {job: starts for job, starts in said.items() if job not in open_}
+    for cluster, numbers in by_cluster(job for job in job_ids if job not in cached).items():
+        answered, open_ = _asked(cluster, numbers)
+        starts_by_job |= answered
+        final |= {job: starts for job, starts in answered.items() if job not in open_}
     if kept is not None and final:
         with suppress(OSError):  # another user's run, or a full disk
             with without_links(kept.parent) as folder:
                 write_json(folder / kept.name, msgspec.to_builtins(_read(kept) | final))
-    every = known | found
+    every = cached | starts_by_job
     return [start for job in job_ids for start in every.get(job, ())]
 
 
 def _asked(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
     """Query one cluster. Returns the starts by job, and the jobs that are not final yet."""
     output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
-    found: StartsByJob = {}
+    starts_by_job: StartsByJob = {}
     open_: set[str] = set()
     settled = time.time() - ACCOUNTING_DELAY_S
     for job_id, state, start, end, cores, cpu, held, used in (line.split("|", 7) for line in output.splitlines()):
         array = array_of(named(job_id.partition(".")[0].partition("+")[0], cluster))
-        starts = found.setdefault(array, [])
+        starts = starts_by_job.setdefault(array, [])
         if "." in job_id:  # a step, which follows its job in the output
             peak = _megabytes(used)
             if peak is not None and starts and starts[-1].use.id == named(job_id.partition(".")[0], cluster):
@@ -199,7 +199,7 @@ def _asked(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]
             count = int(gpus[1]) if gpus else 0
             use = ElementUse(named(job_id, cluster), float(start), ended_at, int(cores or 0), count)
             starts.append(Efficiency(use, state.split(" ")[0], _duration_s(cpu), _megabytes(held), None))
-    return found, open_
+    return starts_by_job, open_
 
 
 def _read(kept: Path | None) -> StartsByJob:

@@ -57,11 +57,11 @@ _CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "c
 def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
     """Returns the default number of CPUs per GPU for servers. ``None`` leaves it to the campaign or to Slurm."""
     servers = config.slurm.servers
-    said = {**config.slurm.extra, **servers.extra}
+    extra = {**config.slurm.extra, **servers.extra}
     if servers.cpus_per_gpu or not group.gpus:
         return None
     return _default_cpus_per_gpu(
-        said, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n)
+        extra, lambda n: server_job(config, run, 1, group.gpus, nodes=group.nodes, cpus_per_gpu=n)
     )
 
 
@@ -70,16 +70,16 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
     trainer = config.slurm.trainer
     cpus = None
     if config.training and trainer.gpus and not (trainer.cpus_per_gpu or config.slurm.servers.cpus_per_gpu):
-        said = {**config.slurm.extra, **trainer.extra}
-        cpus = _default_cpus_per_gpu(said, lambda n: trainer_job(config, run, "any", n))
+        extra = {**config.slurm.extra, **trainer.extra}
+        cpus = _default_cpus_per_gpu(extra, lambda n: trainer_job(config, run, "any", n))
     for policy in config.training.policies if config.training else ():
         if policies is None or policy in policies:
             yield timed(trainer_job(config, run, policy, cpus))
 
 
-def _default_cpus_per_gpu(said: Collection[str], job: Callable[[int | None], Job]) -> int | None:
+def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Job]) -> int | None:
     """Returns the default CPUs per GPU, or ``None`` if the campaign or Slurm sets it or limits forbid the default."""
-    if {option_name(name) for name in said} & _CPU_OPTIONS or not site.has_slurm():
+    if {option_name(name) for name in extra} & _CPU_OPTIONS or not site.has_slurm():
         return None
     partition = job(None).options.get("partition")
     try:
@@ -181,8 +181,8 @@ class Arrays:
 
     def records(self) -> list[JobRecord]:
         """Returns every recorded submission, ordered by id."""
-        found = {record.id: record for record in self._recorded} | read_jobs(self.run)
-        return sorted(found.values(), key=lambda record: int(number(record.id)))
+        records = {record.id: record for record in self._recorded} | read_jobs(self.run)
+        return sorted(records.values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:
         """Returns the ids of all submissions, or of those with the given role."""
@@ -195,14 +195,14 @@ class Arrays:
         Raises:
             SiteError: The controller does not answer.
         """
-        known = set(self.ids())
+        ids = set(self.ids())
         for cluster in clusters:
             output = site.ask("squeue", *on(cluster), "-h", "--me", f"--name={name}", "-o", "%i|%k")
             for line in output.splitlines():
                 element, _, comment = line.partition("|")  # 12_[0-3], 12_4, or 12+1 for a heterogeneous job
                 array = named(element.partition("_")[0].partition("+")[0], cluster)
-                if comment == self.run.path.name and array not in known:
-                    known.add(array)
+                if comment == self.run.path.name and array not in ids:
+                    ids.add(array)
                     self._record(array, _role(self.run, array), None)
 
     def leave(self, pod: str) -> None:

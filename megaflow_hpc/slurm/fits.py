@@ -47,13 +47,13 @@ def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
     Raises:
         SiteError: The controller does not answer.
     """
-    known = site.partitions()
+    partitions = site.partitions()
     names = str(options.get("partition") or "").split(",")
-    return [known[name] for name in names if name in known] if names != [""] else _default(known)
+    return [partitions[name] for name in names if name in partitions] if names != [""] else _default(partitions)
 
 
-def _default(known: Mapping[str, Partition]) -> list[Partition]:
-    return [partition for partition in known.values() if partition.default]
+def _default(partitions: Mapping[str, Partition]) -> list[Partition]:
+    return [partition for partition in partitions.values() if partition.default]
 
 
 def timed(job: Job, unasked_s: float | None = None) -> Job:
@@ -82,8 +82,8 @@ def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> st
     Args:
         unasked_s: Seconds to request instead of the partition's default.
     """
-    if said := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
-        return said[0]
+    if times := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
+        return times[0]
     wanted_s, longest = unasked_s, math.inf
     if site.has_slurm():
         with contextlib.suppress(SiteError):  # Slurm does not answer; sbatch will report it
@@ -99,15 +99,15 @@ def walltime_s(options: Mapping[str, Any]) -> float | None:
 
     ``None`` means that it is unknown, infinity that there is no limit.
     """
-    asked = asked_time(options)
-    return min(_defaults_s(options), default=None) if asked is None else seconds(asked)
+    requested = asked_time(options)
+    return min(_defaults_s(options), default=None) if requested is None else seconds(requested)
 
 
 def _defaults_s(options: Mapping[str, Any]) -> list[float]:
     """Return the default walltime of each partition that the job names, if it is known."""
     defaults = site.default_times()
-    found = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
-    return [time for time in found if time is not None]
+    times = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
+    return [time for time in times if time is not None]
 
 
 def longest_s(options: Mapping[str, Any]) -> float:
@@ -116,8 +116,8 @@ def longest_s(options: Mapping[str, Any]) -> float:
     Raises:
         SiteError: The controller does not answer.
     """
-    found = [_limit_s(partition.time) for partition in partitions_of(options)]
-    longest = [] if not found or _may_exceed(options) else [max(found)]
+    limits_s = [_limit_s(partition.time) for partition in partitions_of(options)]
+    longest = [] if not limits_s or _may_exceed(options) else [max(limits_s)]
     if most := limits.longest_walltime(options):
         longest.append(_limit_s(most[0]))
     return min(longest, default=math.inf)
@@ -133,31 +133,33 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     partitions = partitions_of(options)
     if not partitions:
         return []
-    job, found = resources.asked(options), []
+    job, reasons = resources.asked(options), []
     names = " or ".join(partition.name for partition in partitions)
     wanted, limit = seconds(options.get("time")), max((p.time for p in partitions), key=_limit_s)
     if wanted is not None and wanted > _limit_s(limit) and not _may_exceed(options):
-        found.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
+        reasons.append(f"{key}.time: {options['time']} is longer than partition {names} allows ({limit}); ask for less")
     if wanted is not None and (most_time := limits.longest_walltime(options)) is not None:
         text, of = most_time
         if wanted > _limit_s(text):
-            found.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
+            reasons.append(f"{key}.time: {options['time']} is longer than {of} allows (MaxWall {text}); ask for less")
     nodes, memory = job["node"], job.get("mem", 0) // max(1, job["node"])
     cpus = -(-job["cpu"] // max(1, nodes))
     if nodes > (most := max(p.nodes for p in partitions)):
-        found.append(f"{key}.nodes: {nodes} nodes, and partition {names} has {most}; ask for fewer")
+        reasons.append(f"{key}.nodes: {nodes} nodes, and partition {names} has {most}; ask for fewer")
     if memory > (most := max(p.memory_mb for p in partitions)):
-        asked = f"{memory / 1000:g} GB on each node"
-        found.append(f"{key}.mem_gb: {asked}, and a node of partition {names} has {most / 1000:g}; ask for less")
+        request = f"{memory / 1000:g} GB on each node"
+        reasons.append(f"{key}.mem_gb: {request}, and a node of partition {names} has {most / 1000:g}; ask for less")
     if cpus > (most := max(p.cpus for p in partitions)):
         what = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
         what = "cpus" if key == "slurm.gather" else what
-        found.append(f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer")
+        reasons.append(
+            f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
+        )
     if job.get("gres/gpu") and not any(p.gpus for p in partitions):
         having = sorted(p.name for p in site.partitions().values() if p.gpus)
         there = f"those with GPUs are {', '.join(having)}" if having else "no partition here has any"
-        found.append(f"{key}.partition: asks for GPUs, and partition {names} has none; {there}")
-    return found
+        reasons.append(f"{key}.partition: asks for GPUs, and partition {names} has none; {there}")
+    return reasons
 
 
 def _limit_s(text: str) -> float:

@@ -36,9 +36,9 @@ def absent_nodes() -> dict[str, AbsentNodes]:
         name, state, reason = line.split("|", 2)
         silent = state.endswith("*")
         if silent or state.startswith(UNAVAILABLE_STATES):
-            said = f"{state.rstrip('*~#!%$@^-')}{', silent' if silent else ''}"
-            reasons[name][said if reason in ("", "none") else f"{said}: {reason}"] += 1
-    return {name: AbsentNodes(found.total(), found.most_common(1)[0][0]) for name, found in reasons.items()}
+            state_text = f"{state.rstrip('*~#!%$@^-')}{', silent' if silent else ''}"
+            reasons[name][state_text if reason in ("", "none") else f"{state_text}: {reason}"] += 1
+    return {name: AbsentNodes(counts.total(), counts.most_common(1)[0][0]) for name, counts in reasons.items()}
 
 
 def why_no_accounting() -> str | None:
@@ -53,8 +53,8 @@ def why_no_accounting() -> str | None:
     try:
         site.ask("sacct", "-n", "-X", "-S", "now-1minutes")
     except SiteError as error:
-        place = f"{settings.get('AccountingStorageHost', '?')}:{settings.get('AccountingStoragePort', '?')}"
-        return f"slurmdbd at {place} does not answer ({error})"
+        host = f"{settings.get('AccountingStorageHost', '?')}:{settings.get('AccountingStoragePort', '?')}"
+        return f"slurmdbd at {host} does not answer ({error})"
     return ""
 
 
@@ -122,6 +122,6 @@ def try_world(plugin: str) -> MpiProbe:
     if [line for line in ranks if line.startswith("ranks 1 ")]:
         return MpiProbe("worlds of one rank each")
     if len(ranks) != 2:
-        said = done.stderr.strip() or "no message"
-        return MpiProbe(f"srun ended with {done.returncode}: {cause(said.splitlines())}")
+        message = done.stderr.strip() or "no message"
+        return MpiProbe(f"srun ended with {done.returncode}: {cause(message.splitlines())}")
     return MpiProbe("", ranks[0].removeprefix("ranks 2 "), "asked 0" in done.stdout, "outlived" in done.stdout)

@@ -37,10 +37,10 @@ def array_of(job_id: str) -> str:
 def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
     """Groups job ids by cluster, without the cluster's name. Invalid ids are dropped, since a command could take them
     as options."""
-    found: dict[str, list[str]] = {}
+    ids: dict[str, list[str]] = {}
     for job_id in filter(JOB_ID.fullmatch, job_ids):
-        found.setdefault(cluster_of(job_id), []).append(number(job_id))
-    return found
+        ids.setdefault(cluster_of(job_id), []).append(number(job_id))
+    return ids
 
 
 def on(cluster: str) -> tuple[str, ...]:

@@ -99,10 +99,10 @@ def waiting(jobs: Iterable[tuple[str, JobState]]) -> list[dict[str, Any]]:
     for role, state in jobs:
         if state.state == "PENDING":
             groups.setdefault((role, state.reason), []).append(state)
-    found = []
+    rows = []
     for (role, reason), states in sorted(groups.items(), key=lambda group: -len(group[1])):
         means, remedy = explain(reason)
         starts = [state.starts_at for state in states if state.starts_at is not None]
         shown = {"role": role, "reason": reason, "jobs": len(states), "first": states[0].id}
-        found.append({**shown, "means": means, "remedy": remedy, "starts_at": min(starts, default=None)})
-    return found
+        rows.append({**shown, "means": means, "remedy": remedy, "starts_at": min(starts, default=None)})
+    return rows

@@ -40,11 +40,11 @@ class Cap(NamedTuple):
 
 def amounts(text: str) -> Amounts:
     """Parses ``cpu=64,gres/gpu=4,mem=100G`` as sacctmgr prints it. A value that is not a number means no limit."""
-    found: Amounts = {}
+    parsed: Amounts = {}
     for resource, _, value in (part.partition("=") for part in text.split(",")):
         with contextlib.suppress(ValueError):
-            found[resource] = megabytes(value) if resource == "mem" else int(value)
-    return found
+            parsed[resource] = megabytes(value) if resource == "mem" else int(value)
+    return parsed
 
 
 def megabytes(text: str) -> int:
@@ -65,33 +65,35 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
     Args:
         rows: Names of the limits' owners, with sacctmgr's fields. Owners with precedence come first.
     """
-    found: dict[tuple[str, str], Cap] = {}
+    by_scope: dict[tuple[str, str], Cap] = {}
     for of, row in rows:
         for field, limit in LIMITS.items():
             for resource, value in amounts(row.get(field, "")).items():
-                found.setdefault((limit, resource), Cap(limit, resource, value, of))
-    return list(found.values())
+                by_scope.setdefault((limit, resource), Cap(limit, resource, value, of))
+    return list(by_scope.values())
 
 
 def asked(options: Mapping[str, Any]) -> Amounts:
     """Returns the minimum resources that a job with these sbatch options needs."""
-    given = {option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)}
-    nodes = _number(given, "nodes", 1)
-    tasks = _number(given, "ntasks", nodes * _number(given, "ntasks-per-node", 1))
-    found = {"node": nodes, "cpu": tasks * _number(given, "cpus-per-task", 1)}
+    options_given = {
+        option_name(str(name)): str(value) for name, value in options.items() if value not in (None, False)
+    }
+    nodes = _number(options_given, "nodes", 1)
+    tasks = _number(options_given, "ntasks", nodes * _number(options_given, "ntasks-per-node", 1))
+    request = {"node": nodes, "cpu": tasks * _number(options_given, "cpus-per-task", 1)}
     with contextlib.suppress(ValueError):
-        if "mem" in given:
-            found["mem"] = megabytes(given["mem"]) * nodes
-        elif "mem-per-cpu" in given:
-            found["mem"] = megabytes(given["mem-per-cpu"]) * found["cpu"]
-    gpus = [f"gpu:{given[name]}" for name in ("gpus-per-node",) if name in given]
-    for each in [*given.get("gres", "").split(","), *gpus]:
+        if "mem" in options_given:
+            request["mem"] = megabytes(options_given["mem"]) * nodes
+        elif "mem-per-cpu" in options_given:
+            request["mem"] = megabytes(options_given["mem-per-cpu"]) * request["cpu"]
+    gpus = [f"gpu:{options_given[name]}" for name in ("gpus-per-node",) if name in options_given]
+    for each in [*options_given.get("gres", "").split(","), *gpus]:
         for resource, count in _gres(each).items():
-            found[resource] = found.get(resource, 0) + count * nodes
+            request[resource] = request.get(resource, 0) + count * nodes
     for name, times in (("gpus", 1), ("gpus-per-task", tasks)):
-        for resource, count in _gres(f"gpu:{given[name]}" if name in given else "").items():
-            found[resource] = max(found.get(resource, 0), count * times)
-    return found
+        for resource, count in _gres(f"gpu:{options_given[name]}" if name in options_given else "").items():
+            request[resource] = max(request.get(resource, 0), count * times)
+    return request
 
 
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
@@ -100,9 +102,9 @@ def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
     return {resource: count for resource, count in amounts.items() if resource in counted}
 
 
-def _number(given: Mapping[str, str], name: str, default: int) -> int:
+def _number(options: Mapping[str, str], name: str, default: int) -> int:
     """Return the first number in an option's value, such as 2 for ``2-4`` nodes."""
-    match = re.match(r"\d+", given.get(name, ""))
+    match = re.match(r"\d+", options.get(name, ""))
     return int(match[0]) if match else default
 
 
@@ -128,9 +130,9 @@ def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ())
     """Returns how many such jobs may run next to ``others``, and the deciding limit. ``None`` if nothing limits
     them."""
     others = list(others)
-    found = []
+    counts = []
     for cap in limits:
         if cap.limit != PER_JOB and (each := job.get(cap.resource, 0)):
             left = cap.value - sum(other.get(cap.resource, 0) for other in others)
-            found.append((max(0, left) // each, cap))
-    return min(found, key=lambda each: each[0], default=None)
+            counts.append((max(0, left) // each, cap))
+    return min(counts, key=lambda each: each[0], default=None)

@@ -74,8 +74,8 @@ def script(job: Job) -> str:
     body = body.replace("@OWN@\n", texts.joinpath("own.sh").read_text(encoding="utf-8"))
     other = "@" + job.cluster if job.cluster else "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
     body = body.replace("@CLUSTER@", other)
-    given = '${1:?the run directory that "megaflow-hpc plan" printed}'
-    body = body.replace("@RUN@", shlex.quote(job.run) if job.run else given)
+    run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
+    body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
     body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
     body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
     if job.engines:  # the step has one part for each component of the job
@@ -109,9 +109,9 @@ def option(name: str, value: Any) -> str:
 def command(job: Job, path: str) -> str:
     """Returns the sbatch command line that submits ``path`` by hand with this job's options."""
     options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
-    given = [option(name, value) for name, value in options.items() if value is not None and value is not False]
+    words = [option(name, value) for name, value in options.items() if value is not None and value is not False]
     policy = [shlex.quote(job.policy)] if job.policy else []
-    return " ".join(["sbatch", *given, path, shlex.quote(job.run or "$RUN"), *policy])
+    return " ".join(["sbatch", *words, path, shlex.quote(job.run or "$RUN"), *policy])
 
 
 def _walltime(value: str | int | None) -> str | None:

@@ -65,8 +65,8 @@ def ask(*command: str, epoch: bool = False) -> str:
             f"{command[0]}: no answer in {COMMAND_TIMEOUT_S:.0f} s; the Slurm controller is busy or down; try again"
         ) from None
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise SiteError(f"{' '.join(command[:3])}: {said}")
+        message = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise SiteError(f"{' '.join(command[:3])}: {message}")
     return done.stdout
 
 
@@ -93,16 +93,16 @@ def has_slurm() -> bool:
 @functools.cache
 def partitions(cluster: str = "") -> dict[str, Partition]:
     """Returns the partitions visible to this user, by name, on this cluster or on the given one."""
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     # -e: without it sinfo merges nodes of different sizes into one line with the smallest values.
     words = (*(("-M", cluster) if cluster else ()), "-h", "-e", "-o", "%R|%P|%a|%D|%c|%m|%G|%l")
     for line in ask("sinfo", *words).splitlines():
         name, marked, available, nodes, cpus, memory, gres, limit = line.split("|")
-        before = found.get(name)
+        before = by_name.get(name)
         count = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)??:(\d+)", gres))
         shares = [int(re.sub(r"\D.*", "", cpus)) // count] if count else []
         shares += [before.cpus_per_gpu] if before and before.cpus_per_gpu else []
-        found[name] = Partition(
+        by_name[name] = Partition(
             name=name,
             default=marked.endswith("*"),
             up=available == "up",
@@ -113,7 +113,7 @@ def partitions(cluster: str = "") -> dict[str, Partition]:
             time=limit,
             cpus_per_gpu=min(shares, default=0),
         )
-    return found
+    return by_name
 
 
 def mpi_plugin() -> str:
@@ -134,8 +134,8 @@ def mpi_plugins() -> tuple[str, ...]:
         ["srun", "--mpi=list"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
     )
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]
-        raise SiteError(f"srun --mpi=list: {said[-1]}")
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]
+        raise SiteError(f"srun --mpi=list: {lines[-1]}")
     offered = set(re.split(r"[\s,:]+", done.stdout + done.stderr))
     if fitting := tuple(plugin for plugin in mpi_order(mpi_library()) if plugin in offered):
         return fitting
@@ -156,8 +156,8 @@ def mpi_attempts() -> str:
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
     """Returns the entries of ``scontrol show config`` by name, for this cluster or for the given one."""
-    said = ask("scontrol", *(("-M", cluster) if cluster else ()), "show", "config")
-    pairs = (line.partition("=") for line in said.splitlines())
+    output = ask("scontrol", *(("-M", cluster) if cluster else ()), "show", "config")
+    pairs = (line.partition("=") for line in output.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
@@ -171,10 +171,10 @@ def accounts() -> list[str]:
     """Returns the accounts that this user may charge, the default first. Empty without accounting."""
     user = getpass.getuser()
     try:
-        said = sacctmgr("user", user, "withassoc", "format=defaultaccount,account")
+        output = sacctmgr("user", user, "withassoc", "format=defaultaccount,account")
     except SiteError:
         return []
-    rows = [line.split("|") for line in said.splitlines() if line.count("|") == 1]
+    rows = [line.split("|") for line in output.splitlines() if line.count("|") == 1]
     return list(dict.fromkeys([*(default for default, _ in rows if default), *sorted({own for _, own in rows if own})]))
 
 
@@ -191,7 +191,7 @@ def cluster_name() -> str:
 def partition_qos(names: str) -> set[str]:
     """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's form."""
     wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
-    return {known for name, known in _partition_qos().items() if name in wanted}
+    return {qos for name, qos in _partition_qos().items() if name in wanted}
 
 
 def _partition_qos() -> dict[str, str]:
@@ -228,14 +228,14 @@ def engine_cpus(names: str | None) -> int | None:
     Raises:
         SiteError: Slurm does not answer.
     """
-    known = partitions()
-    wanted = names.split(",") if names else [p.name for p in known.values() if p.default]
-    shares = [known[name].cpus_per_gpu if name in known else 0 for name in wanted]
+    by_name = partitions()
+    wanted = names.split(",") if names else [p.name for p in by_name.values() if p.default]
+    shares = [by_name[name].cpus_per_gpu if name in by_name else 0 for name in wanted]
     if not shares or not min(shares):
         return None
-    given = [configuration().get("JobDefaults", "")]
-    given += [said for name, said in _each_partition("JobDefaults") if name in wanted]
-    return None if any("DefCpuPerGPU" in said for said in given) else min(MAX_CPUS_PER_GPU, *shares)
+    defaults = [configuration().get("JobDefaults", "")]
+    defaults += [value for name, value in _each_partition("JobDefaults") if name in wanted]
+    return None if any("DefCpuPerGPU" in value for value in defaults) else min(MAX_CPUS_PER_GPU, *shares)
 
 
 def check_site(config: CampaignConfig, where: Any) -> None:
@@ -247,10 +247,10 @@ def check_site(config: CampaignConfig, where: Any) -> None:
     Raises:
         ConfigError: A partition does not exist. The error names it and the existing partitions.
     """
-    known = partitions()
+    by_name = partitions()
     pods = config.slurm.pods
     for n, pool in enumerate(pods.pools):
-        there = partitions(pool.cluster) if pool.cluster else known
+        there = partitions(pool.cluster) if pool.cluster else by_name
         _check_partition(f"slurm.pods.pools.{n}.partition", pool.partition, there, pool.cluster or "here", where)
     wanted = [("slurm.pods.partition", pods.partition)]
     if any(policy.model for policy in config.policies().values()):
@@ -258,11 +258,13 @@ def check_site(config: CampaignConfig, where: Any) -> None:
     if config.training:
         wanted.append(("slurm.trainer.partition", config.slurm.trainer.partition))
     for key, names in wanted:
-        _check_partition(key, names, known, "here", where)
+        _check_partition(key, names, by_name, "here", where)
 
 
-def _check_partition(key: str, names: str | None, known: Iterable[str], place: str, where: Any) -> None:
+def _check_partition(key: str, names: str | None, existing: Iterable[str], cluster: str, where: Any) -> None:
     for name in names.split(",") if names else ():
-        if name not in known:
-            at = f"at {place}" if place != "here" else place
-            raise ConfigError(f"{where(key)}: {key}: no partition {name!r} {at}; there are: {', '.join(sorted(known))}")
+        if name not in existing:
+            at = f"at {cluster}" if cluster != "here" else cluster
+            raise ConfigError(
+                f"{where(key)}: {key}: no partition {name!r} {at}; there are: {', '.join(sorted(existing))}"
+            )

@@ -38,8 +38,8 @@ class ClusterJob(ArrayJob):
     @property
     def state(self) -> str:
         """The state on that cluster. ``UNKNOWN`` if neither squeue nor sacct knows the job."""
-        found = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
-        return found[self.job_id].state if self.job_id in found else "UNKNOWN"
+        states = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
+        return states[self.job_id].state if self.job_id in states else "UNKNOWN"
 
     def cancel(self, check: bool = True) -> None:
         """Cancels the job on its cluster. ``check`` has no effect."""
@@ -104,6 +104,6 @@ def submit(run: RunDir, job: Job) -> list[ArrayJob]:
     try:
         return ScriptExecutor(run.logs, job).submit_job()
     except (FailedSubmissionError, FailedJobError, RuntimeError) as error:
-        said = [line for line in str(error).splitlines() if "sbatch: " in line] or str(error).splitlines()[-1:]
+        lines = [line for line in str(error).splitlines() if "sbatch: " in line] or str(error).splitlines()[-1:]
         section = f"slurm.{job.role} of the campaign"
-        raise SiteError(f"sbatch refused the {job.role} job ({section}): {said[-1].strip()}") from None
+        raise SiteError(f"sbatch refused the {job.role} job ({section}): {lines[-1].strip()}") from None

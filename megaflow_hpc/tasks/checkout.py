@@ -214,8 +214,8 @@ def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
 
 def _noted(sandbox: ApptainerSandbox) -> Start | None:
     """Returns the record of :func:`remember`; raises FileNotFoundError without one."""
-    found = json.loads(Path(sandbox.directory, NOTE).read_bytes())
-    return Start(**found) if found else None
+    note = json.loads(Path(sandbox.directory, NOTE).read_bytes())
+    return Start(**note) if note else None
 
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
@@ -275,8 +275,8 @@ _GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [
 
 def _not_text(patch: bytes) -> list[str]:
     """Returns the files whose changes contain NUL or bytes that are not UTF-8."""
-    found = dict.fromkeys(name for part in _parts(patch) if not _is_text(part) for name in _names(part))
-    return [name for name in found if "\0" not in name]
+    names = dict.fromkeys(name for part in _parts(patch) if not _is_text(part) for name in _names(part))
+    return [name for name in names if "\0" not in name]
 
 
 def _is_text(data: bytes) -> bool:

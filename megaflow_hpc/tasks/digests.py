@@ -58,10 +58,10 @@ def _fixed(task: Task) -> Task:
     if not paths:
         return task
     try:
-        found = FixedFiles.of(paths)
+        fixed = FixedFiles.of(paths)
     except OSError as error:
         raise ConfigError(f"task {task.id}: {error.filename}: cannot be read ({error.strerror})") from None
-    return replace(task, metadata={**task.metadata, KEY: msgspec.to_builtins(found)})
+    return replace(task, metadata={**task.metadata, KEY: msgspec.to_builtins(fixed)})
 
 
 def changed(tasks: Sequence[Task]) -> list[str]:
@@ -75,7 +75,7 @@ def changed(tasks: Sequence[Task]) -> list[str]:
         return False
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return [task.id for task, found in zip(tasks, pool.map(is_changed, tasks), strict=True) if found]
+        return [task.id for task, differs in zip(tasks, pool.map(is_changed, tasks), strict=True) if differs]
 
 
 def check_unchanged(task: Task) -> None:
@@ -84,15 +84,15 @@ def check_unchanged(task: Task) -> None:
     Raises:
         ConfigError: they have; names the file that was changed last.
     """
-    said = task.metadata.get(KEY)
-    if not said:  # planned by an earlier version, or rollouts read no files
+    recorded = task.metadata.get(KEY)
+    if not recorded:  # planned by an earlier version, or rollouts read no files
         return
-    known = msgspec.convert(said, FixedFiles)
+    fixed = msgspec.convert(recorded, FixedFiles)
     try:
-        seen = _seen(known.paths)
-        if seen == known.seen or _content_as_seen(known.paths, seen) == known.content:
+        seen = _seen(fixed.paths)
+        if seen == fixed.seen or _content_as_seen(fixed.paths, seen) == fixed.content:
             return
-        last = max(_files(known.paths), key=lambda file: file[2].st_mtime_ns)[1]
+        last = max(_files(fixed.paths), key=lambda file: file[2].st_mtime_ns)[1]
     except OSError as error:
         last = f"{error.filename} ({error.strerror})"
     raise ConfigError(
@@ -114,25 +114,25 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def _seen(paths: Sequence[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, _, status in _files(paths):
         regular = stat.S_ISREG(status.st_mode)  # directories are represented by their entries
         values = (status.st_size, status.st_mtime_ns) if regular or stat.S_ISLNK(status.st_mode) else ()
-        found.update(repr((os.fsencode(name), stat.filemode(status.st_mode), *values)).encode())
-    return found.hexdigest()[:32]
+        digest.update(repr((os.fsencode(name), stat.filemode(status.st_mode), *values)).encode())
+    return digest.hexdigest()[:32]
 
 
 def _content(paths: Sequence[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, path, status in _files(paths):
-        found.update(repr((os.fsencode(name), stat.filemode(status.st_mode))).encode())
+        digest.update(repr((os.fsencode(name), stat.filemode(status.st_mode))).encode())
         if stat.S_ISLNK(status.st_mode):
-            found.update(os.fsencode(os.readlink(path)))
+            digest.update(os.fsencode(os.readlink(path)))
         elif stat.S_ISREG(status.st_mode):
             with open(path, "rb") as file:
                 while chunk := file.read(_CHUNK):
-                    found.update(chunk)
-    return found.hexdigest()[:32]
+                    digest.update(chunk)
+    return digest.hexdigest()[:32]
 
 
 @functools.lru_cache(maxsize=4096)

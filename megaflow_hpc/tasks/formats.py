@@ -180,7 +180,7 @@ def format_of(task: Task) -> TaskFormat:
 
 def format_of_source(source: str) -> TaskFormat:
     """Returns the format that reads a source of a campaign file."""
-    return next(found for found in map(_format, MODULES) if found.claims(source))
+    return next(task_format for task_format in map(_format, MODULES) if task_format.claims(source))
 
 
 def _format(kind: str) -> TaskFormat:

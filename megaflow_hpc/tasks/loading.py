@@ -34,11 +34,11 @@ def load_tasks(
     for source in sources:
         options: Mapping[str, Any] = {"path": source} if isinstance(source, str) else source
         try:
-            found = _of_source(options, base_dir, dockerfiles)
+            loaded = _of_source(options, base_dir, dockerfiles)
         except ConfigError as error:
             mistakes += error.found if isinstance(error, Mistakes) else [str(error)]
             continue
-        for task in found:
+        for task in loaded:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
                 mistakes.append(f"task id {task.id} is used twice: {other.path} and {task.path}; rename one directory")
@@ -55,17 +55,17 @@ def _of_source(
 ) -> Sequence[Task]:
     path = str(options["path"])
     source_format = format_of_source(path)
-    found = source_format.read(path, base_dir, dockerfiles)
+    tasks = source_format.read(path, base_dir, dockerfiles)
     include, exclude = tuple(options.get("include") or ("*",)), tuple(options.get("exclude") or ())
     kept = [
         task
-        for task in sorted(found, key=lambda task: task.id)
+        for task in sorted(tasks, key=lambda task: task.id)
         if _matches(task.id, include) and not _matches(task.id, exclude)
     ]
     if not kept:
         raise ConfigError(
-            f"tasks: {path}: {len(found)} tasks, but include {list(include)} and "
-            f"exclude {list(exclude)} leave none; an example of an id is {found[0].id}"
+            f"tasks: {path}: {len(tasks)} tasks, but include {list(include)} and "
+            f"exclude {list(exclude)} leave none; an example of an id is {tasks[0].id}"
         )
     return source_format.settle(kept[: options.get("limit") or None])
 

@@ -40,17 +40,17 @@ def grade(
     chosen: dict[str, str] = {}
     kept: dict[str, str] = {}
     for entry in failing:
-        found = {test: outcome for test, outcome in outcomes.items() if matches(entry, test)}
-        chosen |= found
-        if not found:
+        matching = {test: outcome for test, outcome in outcomes.items() if matches(entry, test)}
+        chosen |= matching
+        if not matching:
             problems.append(f"{entry}: not run")
-        problems += [f"{test}: {outcome}" for test, outcome in found.items() if outcome != "passed"]
+        problems += [f"{test}: {outcome}" for test, outcome in matching.items() if outcome != "passed"]
     for entry in passing:
-        found = {test: outcome for test, outcome in outcomes.items() if matches(entry, test) and test not in chosen}
-        kept |= found
-        if "passed" not in found.values():
+        matching = {test: outcome for test, outcome in outcomes.items() if matches(entry, test) and test not in chosen}
+        kept |= matching
+        if "passed" not in matching.values():
             problems.append(f"{entry}: none of its tests passed")
-        problems += [f"{test}: {outcome}" for test, outcome in found.items() if outcome in ("failed", "error")]
+        problems += [f"{test}: {outcome}" for test, outcome in matching.items() if outcome in ("failed", "error")]
     return chosen, kept, list(dict.fromkeys(problems))
 
 

@@ -156,17 +156,17 @@ def _load(source: str, base: str) -> Any:
     if base not in sys.path:
         sys.path.insert(0, base)
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        cls = getattr(importlib.import_module(module_name), name)
     except AttributeError:
         raise ConfigError(f"{source}: module {module_name} has no class {name}; correct the name") from None
     except Exception as error:
-        place = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
+        location = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
         raise ConfigError(
-            f"{source}: cannot be imported{place}: {error!r}; the module must be in {base} or on PYTHONPATH"
+            f"{source}: cannot be imported{location}: {error!r}; the module must be in {base} or on PYTHONPATH"
         ) from error
-    if not inspect.isclass(found):
-        raise ConfigError(f"{source}: {name} is {type(found).__name__}; expected a class")
-    return found
+    if not inspect.isclass(cls):
+        raise ConfigError(f"{source}: {name} is {type(cls).__name__}; expected a class")
+    return cls
 
 
 def _name(cls: Any) -> str:
@@ -175,10 +175,10 @@ def _name(cls: Any) -> str:
 
 def _file(cls: Any) -> str:
     try:
-        found = inspect.getsourcefile(cls)
+        path = inspect.getsourcefile(cls)
     except TypeError:
         return ""
-    return os.path.abspath(found) if found else ""
+    return os.path.abspath(path) if path else ""
 
 
 def _place(cls: Any) -> str:
@@ -235,17 +235,17 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     instance = _instance(task, sandbox)
     del _instances[sandbox]
     try:
-        found = await call(task, instance.score, sandbox, task.verifier_timeout_s)
+        score = await call(task, instance.score, sandbox, task.verifier_timeout_s)
     except (SandboxError, ModelServiceError):
         _instances[sandbox] = instance
         raise
-    given = found if isinstance(found, Mapping) else {"reward": found}
+    named_rewards = score if isinstance(score, Mapping) else {"reward": score}
     rewards: dict[str, float] = {}
-    for name, value in given.items():
+    for name, value in named_rewards.items():
         number = value if isinstance(value, int | float) else math.nan
         if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # also catches NaN
             raise UserCodeError(
-                f"{code_of(instance.score)}: score of task {task.id} returned {found!r:.80}; expected a finite number, "
+                f"{code_of(instance.score)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
                 "or finite numbers by name"
             )
         rewards[name] = float(number)

@@ -62,11 +62,11 @@ async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
         SandboxError: the sandbox was lost.
         SetupError: the step cannot be set up.
     """
-    found = format_of(step)
+    task_format = format_of(step)
     if step.user != sandbox.spec.user:
         await sandbox.restart(replace(sandbox.spec, user=step.user))
-    await found.begin_step(step, sandbox)
-    if found.step_name(step):
+    await task_format.begin_step(step, sandbox)
+    if task_format.step_name(step):
         await checkout.remember_new(sandbox, step.workdir)
         await sandbox.end_processes()
 
@@ -96,9 +96,9 @@ async def run_steps(
         ModelServiceError: a judge that the task's own code asks is down.
         ConfigError: the task cannot be verified in this way.
     """
-    found = format_of(task)
+    task_format = format_of(task)
     verdicts = [] if verdicts is None else verdicts
-    steps = found.steps(task)
+    steps = task_format.steps(task)
     for number in range(len(verdicts), len(steps)):
         step = steps[number]
         if under_way:
@@ -110,17 +110,17 @@ async def run_steps(
             _, why = await _on_kept_state(partial(begin, step, sandbox), step, context)
             if why:  # the steps after it cannot be reached either
                 lost = _not_begun(verdicts, why)
-                verdicts += [StepVerdict(found.step_name(missed), lost) for missed in steps[number:]]
+                verdicts += [StepVerdict(task_format.step_name(missed), lost) for missed in steps[number:]]
                 break
         under_way = False
         await run_agent(number, step)
         names = [name for earlier in verdicts for name in earlier.verdict.rewards]
         with verifying():
             verdict = await verify(step, sandbox, context, stay=number < len(steps) - 1, names=names)
-        verdicts.append(StepVerdict(found.step_name(step), verdict))
-        if not found.may_continue(step, verdict):
+        verdicts.append(StepVerdict(task_format.step_name(step), verdict))
+        if not task_format.may_continue(step, verdict):
             break
-    return found.combine(task, verdicts)
+    return task_format.combine(task, verdicts)
 
 
 def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
@@ -155,8 +155,8 @@ async def verify(
         ModelServiceError: a judge model of the task's own code is down.
         ConfigError: the task cannot be verified in this way.
     """
-    found = format_of(step)
-    name = found.step_name(step)
+    task_format = format_of(step)
+    name = task_format.step_name(step)
     context = context or VerificationContext()
     before = sandbox.spec
     patches: list[checkout.Patch | None] = []
@@ -168,7 +168,7 @@ async def verify(
             await sandbox.restart(before)
         if not patches:  # tests may change the checkout
             patches.append(await _difference(sandbox, step))
-        return await found.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
+        return await task_format.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
 
     verdict, why = await _on_kept_state(judge, step, context)
     verdict = verdict or Verdict(error=why)

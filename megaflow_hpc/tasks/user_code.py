@@ -36,8 +36,8 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
                 return await method(sandbox)
             # A thread that timed out runs until it next uses the sandbox, which is closed then.
             plain = WaitingSandbox(sandbox, asyncio.get_running_loop())
-            found = await _in_thread(lambda: method(plain), task.id)
-            return await found if inspect.isawaitable(found) else found
+            result = await _in_thread(lambda: method(plain), task.id)
+            return await result if inspect.isawaitable(result) else result
     except (SandboxError, ModelServiceError):
         raise
     except (Exception, SystemExit) as error:

@@ -148,17 +148,17 @@ class Buffer:
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
         """Reads again the groups that an earlier plan trained on for the first time."""
-        found: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
+        by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
             if not rollout.replayed:
                 read = read_sample(self._sequences, rollout.place, self._ordinal)
-                found.setdefault(rollout.group, {})[rollout.id] = read
+                by_group.setdefault(rollout.group, {})[rollout.id] = read
         return [
             (
                 SampleGroup(name, next(iter(own.values()))[0].task, tuple(sample for sample, _ in own.values())),
                 {rollout: arrived for rollout, (_, arrived) in own.items()},
             )
-            for name, own in found.items()
+            for name, own in by_group.items()
         ]
 
     @property
@@ -235,13 +235,13 @@ class Sequences:
             ConfigError: its record is missing.
         """
         trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
-        found = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
+        sequences = [sequence for sequence in trajectory.sequences if sequence.policy == self._policy]
         self._tokens -= _tokens(self._kept.pop(place, []))
-        self._kept[place] = found
-        self._tokens += _tokens(found)
+        self._kept[place] = sequences
+        self._tokens += _tokens(sequences)
         while self._tokens > MAX_CACHED_TOKENS and len(self._kept) > 1:
             self._tokens -= _tokens(self._kept.popitem(last=False)[1])
-        return trajectory, found
+        return trajectory, sequences
 
 
 def _tokens(sequences: Iterable[TokenSequence]) -> int:

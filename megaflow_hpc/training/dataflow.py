@@ -134,9 +134,9 @@ class Dataflow:
         Raises:
             ConfigError: the files of an earlier start are damaged.
         """
-        found = self.files.committed(with_checkpoint=True)
-        self._committed = found.step if found else 0
-        return found
+        commit = self.files.committed(with_checkpoint=True)
+        self._committed = commit.step if commit else 0
+        return commit
 
     def checkpoint(self, commit: Commit) -> Path:
         """Returns the directory of a commit's checkpoint."""

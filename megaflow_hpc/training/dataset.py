@@ -54,12 +54,12 @@ class _Opened:
     def batch(self, rows: np.ndarray[Any, Any], pad: int | None) -> Batch:
         """Returns the batch of some rows."""
         store, _, advantages = self.open()
-        found = make_batch(store.source, rows, pad)
+        batch = make_batch(store.source, rows, pad)
         if advantages is not None:
-            found["advantage"] = advantages[found["trajectory"]]
+            batch["advantage"] = advantages[batch["trajectory"]]
         return {
             name: values.tolist() if values.dtype.kind == "U" else torch.from_numpy(values)
-            for name, values in found.items()
+            for name, values in batch.items()
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -49,14 +49,14 @@ def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
     """
     record = read_run(run)
     held_out, threshold = set(record.held_out), record.config.evaluation.threshold
-    found: dict[int, list[float]] = {}
+    rewards_by_step: dict[int, list[float]] = {}
     with open_trajectories(run.path) as store:
         names = ("task_id", "group_id", "policy", "reward")
         columns = [store.source.column(f"trajectories/{name}") for name in names]
         for task, group, whose, reward in zip(*columns, strict=True):
             if task in held_out and whose == policy and not math.isnan(reward):
-                found.setdefault(round_of(task, group), []).append(float(reward))
+                rewards_by_step.setdefault(round_of(task, group), []).append(float(reward))
     return [
         Evaluation(step, len(own), float(np.mean(own)), float(np.mean([reward >= threshold for reward in own])))
-        for step, own in sorted(found.items())
+        for step, own in sorted(rewards_by_step.items())
     ]

@@ -48,17 +48,17 @@ class GpuTurns:
         """
         if not self.shared:
             return 0.0
-        turn, began, pause, said = f"{self._process}.{step}", time.monotonic(), FIRST_POLL_S, False
+        turn, began, pause, reported = f"{self._process}.{step}", time.monotonic(), FIRST_POLL_S, False
         if not self._flow.rank:
             self._flow.check()
             self._gpu.want(turn, self._process)
-        while (given := self._gpu.given(turn)) is None:
+        while (turn_given := self._gpu.given(turn)) is None:
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_S)
-            if not said and time.monotonic() - began > SAY_INTERVAL_S:
-                said = True
+            if not reported and time.monotonic() - began > SAY_INTERVAL_S:
+                reported = True
                 self._flow.tell(f"waits for the engine of {self._flow.policy} to release the GPUs")
-        return given.wake_s
+        return turn_given.wake_s
 
     def give(self) -> None:
         """Returns the GPUs to the engine. Call it once no rank has data on them."""

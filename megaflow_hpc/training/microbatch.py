@@ -137,13 +137,13 @@ class Minibatch:
         bins: list[list[SequencePart]] = []
         room: list[int] = []
         for part in sorted(parts, key=lambda part: (-part.length, part.rollout, part.sequence)):
-            place = next((n for n, left in enumerate(room) if left >= part.length), None)
-            if place is None:
+            chosen = next((n for n, left in enumerate(room) if left >= part.length), None)
+            if chosen is None:
                 bins.append([])
                 room.append(tokens)
-                place = len(bins) - 1
-            bins[place].append(part)
-            room[place] -= part.length
+                chosen = len(bins) - 1
+            bins[chosen].append(part)
+            room[chosen] -= part.length
         return bins
 
     def _pack(self, parts: Sequence[SequencePart]) -> MicroBatch:

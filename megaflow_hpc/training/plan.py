@@ -159,12 +159,12 @@ class TrainingFiles:
         except FileNotFoundError:
             return None
         try:
-            found = msgspec.json.decode(data, type=kind)
+            record = msgspec.json.decode(data, type=kind)
         except ValueError as error:
             raise ConfigError(f"{path}: cannot be read ({error}); the run directory is damaged") from None
-        if getattr(found, "format_version", FORMAT_VERSION) > FORMAT_VERSION:
+        if getattr(record, "format_version", FORMAT_VERSION) > FORMAT_VERSION:
             raise ConfigError(f"{path}: was written by a later version; use a newer megaflow-hpc")
-        return found
+        return record
 
     def claim(self, number: int, record: R) -> R:
         """Publishes a record under its number unless one exists; returns the record that is stored."""
@@ -172,9 +172,9 @@ class TrainingFiles:
         try:
             write_atomic(path, msgspec.json.encode(record), exclusive=True)
         except FileExistsError:
-            found = self.read(type(record), number)
-            assert found is not None, path
-            return found
+            stored = self.read(type(record), number)
+            assert stored is not None, path
+            return stored
         return record
 
     def digest(self, step: int) -> str:
@@ -216,9 +216,9 @@ class TrainingFiles:
     def committed(self, with_checkpoint: bool = False) -> Commit | None:
         """Returns the last commit, or the last one whose checkpoint exists; ``None`` without any."""
         for number in reversed(self.numbers(Commit)):
-            found = self.read(Commit, number)
-            if found and (not with_checkpoint or (found.checkpoint and (self.run.path / found.checkpoint).exists())):
-                return found
+            commit = self.read(Commit, number)
+            if commit and (not with_checkpoint or (commit.checkpoint and (self.run.path / commit.checkpoint).exists())):
+                return commit
         return None
 
 

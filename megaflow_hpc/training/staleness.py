@@ -68,8 +68,8 @@ class StalenessControl:
             version: ordinal of the newest weights.
         """
         bound = self._config.mode.bound
-        asked = {self._record_of(round) for round in rounds}
-        return bound is not None and any(version - self._version_of(*one) >= bound for one in asked)
+        records = {self._record_of(round) for round in rounds}
+        return bound is not None and any(version - self._version_of(*one) >= bound for one in records)
 
     def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
         """Returns the number of groups that a step must settle, so that none is too old for the step after.
@@ -102,8 +102,8 @@ class StalenessControl:
 
     def _version_of(self, kind: type[TaskBatch], number: int) -> int:
         if (kind, number) not in self._versions:
-            found = self._files.read(kind, number)
-            self._versions[kind, number] = found.version if found else 0
+            record = self._files.read(kind, number)
+            self._versions[kind, number] = record.version if record else 0
         return self._versions[kind, number]
 
     def keep(self, committed: int, learned: dict[str, object], say: Callable[[str], None]) -> None:

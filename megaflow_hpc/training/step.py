@@ -199,14 +199,14 @@ class Step:
             if not path.is_dir():
                 raise ConfigError(f"{path}: is not a directory; write the checkpoint before committing the step")
             where = os.path.relpath(path, flow.run.path) if path.is_relative_to(flow.run.path) else str(path)
-        known = {**self.statistics(), **(metrics or {})}
+        all_metrics = {**self.statistics(), **(metrics or {})}
         commit = Commit(
             step=self.number,
             plan=self._digest,
             checkpoint=where,
             weights=current(flow.run, flow.policy).version,
             trainer=flow.trainer,
-            metrics={name: float(value) for name, value in known.items() if math.isfinite(value)},
+            metrics={name: float(value) for name, value in all_metrics.items() if math.isfinite(value)},
             at=time.time(),
         )
         flow.files.commit(commit)

@@ -32,30 +32,30 @@ def _check(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import check
 
     with PlanProgress() as watch:
-        found = check(arguments.campaign, not arguments.no_site, watch)
+        result = check(arguments.campaign, not arguments.no_site, watch)
     if arguments.json:
         print_json(
             {
-                "ok": not (found.file or found.site),
-                "mistakes": found.file,
-                "site": found.site,
-                "warnings": found.warnings,
-                "tasks": found.tasks,
-                "rollouts": found.rollouts,
+                "ok": not (result.file or result.site),
+                "mistakes": result.file,
+                "site": result.site,
+                "warnings": result.warnings,
+                "tasks": result.tasks,
+                "rollouts": result.rollouts,
             }
         )
     else:
-        wrong = [*found.file, *found.site]
+        wrong = [*result.file, *result.site]
         for line in wrong[:MAX_LINES]:
             note(line)
         if len(wrong) > MAX_LINES:
             note(f"… and {len(wrong) - MAX_LINES} more; --json prints them all")
-        for line in found.warnings:
+        for line in result.warnings:
             note(f"warning: {line}")
-        if not found.file and any(not line.startswith(arguments.campaign) for line in found.site):
+        if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
             note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
-        if not found.file and not found.site:
-            say(f"{arguments.campaign}: ok: {found.tasks} tasks, {found.rollouts} rollouts")
-    if found.file:
+        if not result.file and not result.site:
+            say(f"{arguments.campaign}: ok: {result.tasks} tasks, {result.rollouts} rollouts")
+    if result.file:
         return ConfigError.exit_status
-    return SiteError.exit_status if found.site else 0
+    return SiteError.exit_status if result.site else 0

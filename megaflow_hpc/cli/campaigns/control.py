@@ -175,8 +175,8 @@ def _cancel(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"run": str(run.path), "before": done.before, "cancelled": done.jobs, "pods": done.pods})
         return 0
-    said = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"local pod {pod} drains" for pod in done.pods]
-    say("\n".join(said) or "nothing was queued or running")
+    lines = [f"cancelled {' '.join(done.jobs)}"] * bool(done.jobs) + [f"local pod {pod} drains" for pod in done.pods]
+    say("\n".join(lines) or "nothing was queued or running")
     if done.before == "finished":
         note(f"{run.path} is finished: every rollout is stored, so there is nothing to cancel")
     else:

@@ -29,13 +29,13 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         start: Starts the run. Returns whether there is something to follow.
     """
     progress = ProgressLine(run.config.name)
-    said: list[str] = []
+    messages: list[str] = []
 
     def interrupted() -> None:
         progress.close()
         what = "cancelling the jobs" if run.local is None else "the local pod stops within a minute"
-        said.append(f"interrupted: {what}; stored results stay (press Ctrl-C again to stop at once)")
-        note(said[-1])
+        messages.append(f"interrupted: {what}; stored results stay (press Ctrl-C again to stop at once)")
+        note(messages[-1])
 
     try:
         with under_way(f"starting {run.config.name}"):
@@ -49,7 +49,7 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         progress(result)
     except KeyboardInterrupt:
         try:
-            if not said:
+            if not messages:
                 interrupted()
             for what, step in (("cancelling", run.cancel), ("gathering", run.gather)):
                 try:

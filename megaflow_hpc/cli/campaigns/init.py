@@ -41,12 +41,12 @@ def _init(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path}: there is no directory {path.parent}; create it, or name another file")
     with PlanProgress() as watch:
         watch.step("examining this site")
-        found = Starter.of(path.parent)
-    write_atomic(path, found.text())
-    for line in found.notices:
+        starter = Starter.of(path.parent)
+    write_atomic(path, starter.text())
+    for line in starter.notices:
         note(line)
     if arguments.json:
-        print_json({"campaign": str(path), "slurm": found.slurm, "tasks": found.tasks, "model": found.model})
+        print_json({"campaign": str(path), "slurm": starter.slurm, "tasks": starter.tasks, "model": starter.model})
         return 0
     say(path)
     note(f"next: megaflow-hpc check {path}; then megaflow-hpc run {path}")

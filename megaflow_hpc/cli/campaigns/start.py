@@ -150,7 +150,7 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
     from megaflow_hpc.slurm import script
 
     with PlanProgress() as watch:
-        jobs, found = campaign.estimate(
+        jobs, estimate = campaign.estimate(
             getattr(arguments, "launcher", "slurm"),  # submit has no --launcher: it always uses Slurm
             arguments.run_dir,
             arguments.only,
@@ -161,46 +161,46 @@ def dry_run(campaign: Campaign, arguments: argparse.Namespace) -> int:
         )
     texts = {f"{job.role}-{number}": script.script(job) for number, job in enumerate(jobs)}
     if arguments.json:
-        print_json({"scripts": texts, "estimate": found.as_json(), "warnings": campaign.notices})
+        print_json({"scripts": texts, "estimate": estimate.as_json(), "warnings": campaign.notices})
         return 0
     say("\n".join(texts.values()), end="")
-    for line in [*_lines(found), *campaign.notices]:
+    for line in [*_lines(estimate), *campaign.notices]:
         note(line)
     return 0
 
 
-def _lines(found: Estimate) -> list[str]:
+def _lines(estimate: Estimate) -> list[str]:
     """Format the estimate for a person."""
-    wait = "" if found.jobs and found.jobs[0].role == "local" else " and the wait in the queue"
-    blocks = f" in {_count(found.blocks, 'block')}" if found.blocks else ""
-    said = [
-        f"{_count(found.rollouts, 'rollout')} of {_count(found.tasks, 'task')}{blocks}",
-        f"{_count(found.pods, 'pod')} with {_count(found.slots, 'slot')} at once, {_count(found.nodes, 'node')} in all",
-        f"time: {seconds(found.time_s)}{wait} ({found.basis})",
+    wait = "" if estimate.jobs and estimate.jobs[0].role == "local" else " and the wait in the queue"
+    blocks = f" in {_count(estimate.blocks, 'block')}" if estimate.blocks else ""
+    pods, slots, nodes = estimate.pods, estimate.slots, estimate.nodes
+    lines = [
+        f"{_count(estimate.rollouts, 'rollout')} of {_count(estimate.tasks, 'task')}{blocks}",
+        f"{_count(pods, 'pod')} with {_count(slots, 'slot')} at once, {_count(nodes, 'node')} in all",
+        f"time: {seconds(estimate.time_s)}{wait} ({estimate.basis})",
     ]
-    for name, hours in (("core-hours", found.core_hours), ("GPU-hours", found.gpu_hours)):
+    for name, hours in (("core-hours", estimate.core_hours), ("GPU-hours", estimate.gpu_hours)):
         if hours.expected or hours.by_walltime:
             most = "no walltime bounds it"
             if hours.by_walltime is not None:
                 most = f"at most {hours.by_walltime:,.1f} by walltime, and the same again for each requeue"
-            said.append(f"{name}: {hours.expected:,.1f} expected, {most}")
-    for job in found.jobs:
+            lines.append(f"{name}: {hours.expected:,.1f} expected, {most}")
+    for job in estimate.jobs:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)
         throttled = f", {job.at_once} at once" if job.at_once < job.elements else ""
         gpus = f", {_count(job.gpus, 'GPU')}" if job.gpus else ""
         held = ", started on demand" if job.held else ""
         each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{held}"
-        said.append(f"{job.role}: {job.elements}{throttled}, each {each}")
-    if found.images.get("images"):
-        said.append(f"images: {found.images['images']}, {found.images['to_make'] or 'none'} missing")
-    for place in found.storage:
-        wants = f"about {place.bytes / 1e9:.2g} GB and {place.inodes} files, " if place.bytes else ""
-        files = "" if place.free_inodes is None else f" and {place.free_inodes:,.0f} files"
-        lacks = "" if place.fits else "NOT ENOUGH: "
-        said.append(
-            f"{place.what}: {lacks}{wants}{place.free_bytes / 1e9:,.0f} GB{files} free ({place.by}) at {place.path}"
-        )
-    return [*said, *found.site]
+        lines.append(f"{job.role}: {job.elements}{throttled}, each {each}")
+    if estimate.images.get("images"):
+        lines.append(f"images: {estimate.images['images']}, {estimate.images['to_make'] or 'none'} missing")
+    for storage in estimate.storage:
+        wants = f"about {storage.bytes / 1e9:.2g} GB and {storage.inodes} files, " if storage.bytes else ""
+        files = "" if storage.free_inodes is None else f" and {storage.free_inodes:,.0f} files"
+        lacks = "" if storage.fits else "NOT ENOUGH: "
+        free = f"{storage.free_bytes / 1e9:,.0f} GB{files} free ({storage.by})"
+        lines.append(f"{storage.what}: {lacks}{wants}{free} at {storage.path}")
+    return [*lines, *estimate.site]
 
 
 def _count(number: int, what: str) -> str:

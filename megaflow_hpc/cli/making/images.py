@@ -205,13 +205,13 @@ def _store_request(
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
     from megaflow_hpc.errors import ConfigError
 
-    found = {}
+    pairs = {}
     for word in words:
         name, _, value = word.partition("=")
         if not name or not value:
             raise ConfigError(f"{option} {word}: expected NAME=VALUE")
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 def _optional_path(name: str | None) -> Path | None:
@@ -244,14 +244,14 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    place = _store_request(arguments.store, [arguments.campaign])
-    return images_make.manifest(place, arguments.campaign, _optional_path(arguments.output), arguments.json)
+    store = _store_request(arguments.store, [arguments.campaign])
+    return images_make.manifest(store, arguments.campaign, _optional_path(arguments.output), arguments.json)
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    place = _store_request(arguments.store)
+    store = _store_request(arguments.store)
     return images_make.export(
-        place, arguments.image, Path(arguments.output).absolute(), arguments.force, arguments.json
+        store, arguments.image, Path(arguments.output).absolute(), arguments.force, arguments.json
     )
 
 
@@ -321,16 +321,16 @@ def _list_store(store: ImageStore, json: bool) -> None:
 
     names, sizes = store.names(), own_bytes(store)
     images = {image.digest: image for image in reversed(list(store.images()))}
-    found = []
+    rows = []
     for digest in sorted(images):
         own, shared = sizes[digest]
         row = {**vars(images[digest]), "own_bytes": own, "shared_bytes": shared}
-        found.append({**row, "sources": names.get(digest, [images[digest].source])})
+        rows.append({**row, "sources": names.get(digest, [images[digest].source])})
     if json:
-        print_json({"stores": list(map(str, store.roots)), "images": found})
+        print_json({"stores": list(map(str, store.roots)), "images": rows})
         return
     lines = []
-    for row in found:
+    for row in rows:
         shared_mb = megabytes(row["shared_bytes"]) if row["shared_bytes"] else ""
         sources = ", ".join(row["sources"])
         lines.append((row["digest"][:12], megabytes(row["own_bytes"]), shared_mb, row["inodes"], sources))

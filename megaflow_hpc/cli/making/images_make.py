@@ -138,22 +138,22 @@ def _wanted(images: Images, request: BuildRequest) -> list[Wanted]:
     """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources."""
     from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
 
-    found: list[Wanted] = []
+    wanted_images: list[Wanted] = []
     dockerfiles: list[ImageRequest] = []
     others: list[ImageRequest] = []
     for source in request.sources:
         if is_campaign(source):
-            found.append(_wanted_by_campaign(images, source, request.network))
+            wanted_images.append(_wanted_by_campaign(images, source, request.network))
         elif _is_dockerfile(source):
             dockerfiles.append(_dockerfile_request(images, source))
         else:
             others.append(ImageRequest(source))
     here = Path.cwd()
     mapping = ImageMapping(request.mapping, here, "--map")
-    found.append(Wanted(dockerfiles, mapping, request.network, images.registries))
+    wanted_images.append(Wanted(dockerfiles, mapping, request.network, images.registries))
     mapping = ImageMapping({other.name: other.name for other in others}, here, "images build")
-    found.append(Wanted(others, mapping, request.network, images.registries))
-    return found
+    wanted_images.append(Wanted(others, mapping, request.network, images.registries))
+    return wanted_images
 
 
 def build(request: BuildRequest) -> int:
@@ -192,12 +192,12 @@ def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]
     """
     total = sum(len(part.requests) for part in wanted)
     begin, end = total * (number - 1) // shares, total * number // shares
-    found = []
+    chosen = []
     for part in wanted:
         count = len(part.requests)
-        found.append(replace(part, requests=part.requests[max(0, begin) : max(0, end)]))
+        chosen.append(replace(part, requests=part.requests[max(0, begin) : max(0, end)]))
         begin, end = begin - count, end - count
-    return found
+    return chosen
 
 
 def is_campaign(source: str) -> bool:
@@ -279,11 +279,11 @@ def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, Megafl
         note(f"{name} failed: {message}")
 
 
-def manifest(place: StoreRequest, campaign: str, output: Path | None, json: bool) -> int:
+def manifest(request: StoreRequest, campaign: str, output: Path | None, json: bool) -> int:
     """Lists the images that a campaign needs; returns the exit status, 1 if the store lacks an image."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
 
-    images = place.open()
+    images = request.open()
     images_of_campaign(images, campaign, build=False)
     content = manifest(images)
     lacking = missing(content)
@@ -301,12 +301,12 @@ def manifest(place: StoreRequest, campaign: str, output: Path | None, json: bool
     return 1 if lacking else 0
 
 
-def export(place: StoreRequest, name: str, target: Path, force: bool, json: bool) -> int:
+def export(request: StoreRequest, name: str, target: Path, force: bool, json: bool) -> int:
     """Writes an image of the store to a SIF file; returns the exit status."""
     from megaflow_hpc.environments.builds.builder import Builder
     from megaflow_hpc.errors import ConfigError
 
-    image = _stored_image(place.open().store, name)
+    image = _stored_image(request.open().store, name)
     if target.exists() and not force:
         raise ConfigError(f"{target}: is there already; name another file, or replace it with --force")
     note(f"{image.stem[:12]}: writing {target}")
@@ -323,8 +323,8 @@ def _stored_image(store: ImageStore, name: str) -> Path:
     """Returns the file of an image, by its key, source, digest or the beginning of its digest."""
     from megaflow_hpc.errors import ConfigError
 
-    if found := store.find(name):
-        return found
+    if path := store.find(name):
+        return path
     digests = sorted(digest for digest, sources in store.names().items() if name in sources)
     if len(digests) > 1:
         shown = ", ".join(digest[:12] for digest in digests)

@@ -146,12 +146,12 @@ def task_directories(directory: str) -> list[Path]:
     root = Path(directory).absolute()
     if (root / "task.toml").is_file():
         return [root]
-    found = sorted(path.parent for path in root.glob("*/task.toml") if not path.parent.name.startswith("."))
-    if not found:
+    directories = sorted(path.parent for path in root.glob("*/task.toml") if not path.parent.name.startswith("."))
+    if not directories:
         raise ConfigError(
             f"{root}: no Harbor task directory (one with task.toml) there; build some with: megaflow-hpc tasks build"
         )
-    return found
+    return directories
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
@@ -261,14 +261,14 @@ def run_list(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks = [read_harbor_task(path) for path in task_directories(arguments.directory)]
-    told = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
+    release_keys = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
     rows = [
         {
             "id": task.id,
             "image": task.image,
             "agent_timeout_s": task.agent_timeout_s,
             "solution": any(Path(task.path).glob("**/solution/*")),
-            **{key: task.metadata.get(key, "") for key in told},
+            **{key: task.metadata.get(key, "") for key in release_keys},
             "instruction": next((line.strip() for line in task.instruction.splitlines() if line.strip()), ""),
         }
         for task in tasks

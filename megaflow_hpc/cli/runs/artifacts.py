@@ -27,11 +27,11 @@ def artifact(row: Row, name: str) -> bytes:
     Raises:
         ConfigError: There is no such artifact. The error lists the existing names.
     """
-    found = {item.name: item.data for item in row.artifacts}
-    if name not in found:
-        there = ", ".join(found) or "none"
+    by_name = {item.name: item.data for item in row.artifacts}
+    if name not in by_name:
+        there = ", ".join(by_name) or "none"
         raise ConfigError(f"{row.id}: no artifact {name!r}; there are: {there}")
-    return found[name]
+    return by_name[name]
 
 
 def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
@@ -41,8 +41,8 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
     if output is not None:
         write_atomic(Path(output), data)
     if as_json:
-        said = {"id": row.id, "name": name, "bytes": len(data)}
-        print_json(said | ({"base64": base64.b64encode(data).decode()} if output is None else {"path": output}))
+        record = {"id": row.id, "name": name, "bytes": len(data)}
+        print_json(record | ({"base64": base64.b64encode(data).decode()} if output is None else {"path": output}))
     elif output is not None:
         note(f"{name}: {len(data)} bytes")
         say(output)

@@ -51,11 +51,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     with open_trajectories(arguments.run_dir) as store:
         rows = (find(store, arguments.ids[0]), find(store, arguments.ids[1]))
-        found = compare(*rows)
+        differences = compare(*rows)
         if arguments.json:
-            print_json(found)
+            print_json(differences)
         else:
-            print_lines(_lines(found, arguments.full))
+            print_lines(_lines(differences, arguments.full))
     return 0
 
 
@@ -101,10 +101,12 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
 
 def _told(row: Row) -> list[dict[str, Any]]:
     """Return the messages of the main conversation, then the messages that each other conversation adds."""
-    found = row.conversations
-    first = main(found, row.policy) if found else 0
-    others = [one.messages[one.shared :] for number, one in enumerate(found) if number != first]
-    return [message for part in ([one.messages for one in found[first : first + 1]] + others) for message in part]
+    conversations = row.conversations
+    first = main(conversations, row.policy) if conversations else 0
+    others = [one.messages[one.shared :] for number, one in enumerate(conversations) if number != first]
+    return [
+        message for part in ([one.messages for one in conversations[first : first + 1]] + others) for message in part
+    ]
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
@@ -117,14 +119,14 @@ def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
         size = min(len(a.tokens), len(b.tokens))
         apart = np.flatnonzero(a.tokens[:size] != b.tokens[:size])
         if len(apart) or len(a.tokens) != len(b.tokens):
-            place = int(apart[0]) if len(apart) else size
-            here = [view if place < len(view.tokens) else None for view in (a, b)]
+            position = int(apart[0]) if len(apart) else size
+            here = [view if position < len(view.tokens) else None for view in (a, b)]
             return {
                 "sequence": number,
-                "token": place,
-                "ids": [None if view is None else int(view.tokens[place]) for view in here],
-                "sampled": [None if view is None else int(view.weight_versions[place]) >= 0 for view in here],
-                "logprobs": [None if view is None else finite(float(view.logprobs[place])) for view in here],
+                "token": position,
+                "ids": [None if view is None else int(view.tokens[position]) for view in here],
+                "sampled": [None if view is None else int(view.weight_versions[position]) >= 0 for view in here],
+                "logprobs": [None if view is None else finite(float(view.logprobs[position])) for view in here],
             }
     return None
 
@@ -134,12 +136,12 @@ def _unified(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[str]:
     return list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
 
 
-def _lines(found: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]:
-    for sign, rollout in zip("-+", found["ids"], strict=True):
+def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]:
+    for sign, rollout in zip("-+", differences["ids"], strict=True):
         yield f"{sign} {rollout}", f"bold {_STYLES[sign]}"
-    for name, (a, b) in found["fields"].items():
+    for name, (a, b) in differences["fields"].items():
         yield f"  {name:13} {_shown(a)}  →  {_shown(b)}", ""
-    tokens = found["tokens"]
+    tokens = differences["tokens"]
     if tokens is None:
         yield "  tokens        the same", "dim"
     else:
@@ -148,7 +150,7 @@ def _lines(found: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]:
             who[s] if i is None else f"{i} ({who[s]})" for i, s in zip(tokens["ids"], tokens["sampled"], strict=True)
         )
         yield f"  they part at  sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
-    messages = found["messages"]
+    messages = differences["messages"]
     if not messages["different"]:
         yield "\nthe same conversation", "dim"
         return

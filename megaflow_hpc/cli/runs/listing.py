@@ -51,9 +51,9 @@ def _list(arguments: argparse.Namespace) -> int:
     paths: dict[Path, None] = {}
     cut = unreadable = 0
     for directory in arguments.directories:
-        found = runs.find(directory, arguments.depth)
-        paths |= dict.fromkeys(found.runs)
-        cut, unreadable = cut + found.cut, unreadable + len(found.unreadable)
+        search = runs.find(directory, arguments.depth)
+        paths |= dict.fromkeys(search.runs)
+        cut, unreadable = cut + search.cut, unreadable + len(search.unreadable)
     glances = sorted(overview.glances(paths), key=lambda glance: -glance.planned_at)
     shown = [glance for glance in glances if arguments.state in (None, glance.state)][: arguments.newest]
     overview.measure(shown, None if arguments.bytes else overview.SIZED_ENTRIES)

@@ -65,19 +65,19 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _list(run: RunDir, as_json: bool) -> int:
-    found = logs.all_logs(run)
+    entries = logs.all_logs(run)
     if as_json:
         print_json(
             [
                 {"name": log.name, "path": str(log.path), "role": log.role}
                 | {"bytes": log.bytes, "changed_at": log.changed_at, "last": log.last}
-                for log in found
+                for log in entries
             ]
         )
-    elif found:
-        last = [(log.name, log.bytes, log.last if len(log.last) < 100 else f"{log.last[:100]} …") for log in found]
+    elif entries:
+        last = [(log.name, log.bytes, log.last if len(log.last) < 100 else f"{log.last[:100]} …") for log in entries]
         say(table(("log", "bytes", "last line"), last))
-        note(f"print one with: megaflow-hpc logs {run} {found[0].name}")
+        note(f"print one with: megaflow-hpc logs {run} {entries[0].name}")
     else:
         note("there is no log: no job of this run has started")
     return 0
@@ -143,8 +143,8 @@ def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
         if known and rollout not in store:
             return None
         row = find(store, rollout)
-        found = [artifact.data for artifact in row.artifacts if artifact.name == VERIFIER_LOG]
-    return found[-1].decode("utf-8", "surrogateescape") if found else None
+        outputs = [artifact.data for artifact in row.artifacts if artifact.name == VERIFIER_LOG]
+    return outputs[-1].decode("utf-8", "surrogateescape") if outputs else None
 
 
 def _print(lines: Iterable[str], as_json: bool) -> None:

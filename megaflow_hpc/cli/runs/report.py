@@ -95,8 +95,12 @@ def _report(arguments: argparse.Namespace) -> int:
                 folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
     if arguments.json:
-        told = {"runs": to_builtins(figures), "comparison": to_builtins(differences), "files": list(map(str, written))}
-        print_json(told)
+        record = {
+            "runs": to_builtins(figures),
+            "comparison": to_builtins(differences),
+            "files": list(map(str, written)),
+        }
+        print_json(record)
     else:
         say(_summary(figures))
         say(f"report: {written[-1]}")
@@ -122,8 +126,8 @@ def _summary(figures: Sequence[RunFigures]) -> str:
             run.run,
             policy.policy,
             policy.rollouts,
-            f"{found['passed']} of {found['samples']}" if (found := policy.evaluation) else "-",
-            estimate(found["mean"], found["low"], found["high"]) if found else "-",
+            f"{evaluation['passed']} of {evaluation['samples']}" if (evaluation := policy.evaluation) else "-",
+            estimate(evaluation["mean"], evaluation["low"], evaluation["high"]) if evaluation else "-",
             f"{policy.seconds.p50:.1f}",
             f"{run.cost.core_hours:.4g}" if run.cost.source != "none" else "-",
         )

@@ -112,12 +112,12 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
     """Returns a trajectory as plain JSON: null for NaN, artifacts by name and size, token columns on request."""
     trajectory = row.trajectory()
     other = ("sequences", "artifacts", "messages", "parents")
-    found = {name: value for name, value in vars(trajectory).items() if name not in other}
-    found |= row.conversation_record()
+    record = {name: value for name, value in vars(trajectory).items() if name not in other}
+    record |= row.conversation_record()
     for name in ("turns", "attempts"):
-        found[name] = [vars(item) for item in found[name]]
-    found["artifacts"] = [{"name": artifact.name, "bytes": len(artifact.data)} for artifact in trajectory.artifacts]
-    found["sequences"] = []
+        record[name] = [vars(item) for item in record[name]]
+    record["artifacts"] = [{"name": artifact.name, "bytes": len(artifact.data)} for artifact in trajectory.artifacts]
+    record["sequences"] = []
     for sequence in trajectory.sequences:
         entry: dict[str, Any] = {"policy": sequence.policy, "length": len(sequence.tokens)}
         if with_tokens:
@@ -125,8 +125,8 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
             entry["logprobs"] = [finite(value) for value in sequence.logprobs]
             entry["loss_mask"] = sequence.loss_mask.tolist()
             entry["weight_version"] = sequence.weight_versions.tolist()
-        found["sequences"].append(entry)
-    return found
+        record["sequences"].append(entry)
+    return record
 
 
 def finite(value: Any) -> Any:
@@ -151,15 +151,15 @@ def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
 
 def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
     yield from _head(row)
-    found = row.conversations
-    for number, conversation in enumerate(found):
-        if len(found) > 1:
+    conversations = row.conversations
+    for number, conversation in enumerate(conversations):
+        if len(conversations) > 1:
             yield f"\n{heading(number, conversation)}", "bold reverse"
-        for place in range(conversation.shared, len(conversation.messages)):
-            message, call = conversation.messages[place], conversation.turns[place]
+        for index in range(conversation.shared, len(conversation.messages)):
+            message, call = conversation.messages[index], conversation.turns[index]
             role = str(message.get("role", "?"))
             by = "" if call is None else f"  (call {call})"
-            yield f"\n[{place}] {role}{by}", f"bold {_COLOURS.get(role, 'cyan')}"
+            yield f"\n[{index}] {role}{by}", f"bold {_COLOURS.get(role, 'cyan')}"
             yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
     verifier = [*artifacts.verifier_lines(row, full)]
@@ -179,17 +179,18 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     yield f"  agent     {row.agent}, policy {row.policy}", ""
     yield f"  where     node {row.node or '-'}, job {row.job_id or '-'}", ""
     yield f"  when      {_utc(row.started_at)}, {row.finished_at - row.started_at:.1f} s", ""
-    if known := used(row.cpu_s, row.memory_peak_mb, row.disk_peak_mb):
-        yield f"  used      {known}", ""
+    if usage := used(row.cpu_s, row.memory_peak_mb, row.disk_peak_mb):
+        yield f"  used      {usage}", ""
     yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
     sampled = sum(int((sequence.weight_versions >= 0).sum()) for sequence in row.sequences)
     counted = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
     count = sum(len(sequence.tokens) for sequence in row.sequences)
     yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
-    if len(found := row.conversations) > 1:
-        told = sum(len(one.messages) - one.shared for one in found)
-        yield f"  messages  {told} in {len(found)} conversations, the main one is {main(found, row.policy)}", ""
+    if len(conversations := row.conversations) > 1:
+        messages = sum(len(one.messages) - one.shared for one in conversations)
+        count, first = len(conversations), main(conversations, row.policy)
+        yield f"  messages  {messages} in {count} conversations, the main one is {first}", ""
     for artifact in row.artifacts:
         yield f"  artifact  {artifact.name}, {len(artifact.data)} bytes", ""
 
@@ -200,8 +201,8 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
         yield f"\n{len(turns)} model calls (seconds: model, sandbox, agent, waiting)", "bold"
     for number, turn in enumerate(turns):
         times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
-        known = turn.sequence >= 0  # otherwise the engine reported no tokens
-        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})" if known else "no token ids"
+        has_tokens = turn.sequence >= 0  # otherwise the engine reported no tokens
+        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})" if has_tokens else "no token ids"
         yield f"  {number:3}  {times}  {where}  {turn.finish_reason}  {turn.server}", ""
     attempts = row.attempts
     if len(attempts) > 1 or any(attempt.error for attempt in attempts):

@@ -45,14 +45,14 @@ def view(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) ->
     """
     from rich.text import Text
 
-    known: dict[str, Vocabulary | None] = {}
+    vocabularies: dict[str, Vocabulary | None] = {}
     sequences = row.sequences
     for number, sequence in enumerate(sequences):
-        if sequence.policy not in known:
-            known[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
+        if sequence.policy not in vocabularies:
+            vocabularies[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
             yield Text(f"\npolicy {printable(sequence.policy)}: {source}", style="dim")
         yield Text(f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold")
-        yield from _runs(sequence, known[sequence.policy], full)
+        yield from _runs(sequence, vocabularies[sequence.policy], full)
     if sequences:
         scale = Text("\nid:log-probability of what was sampled, coloured by probability: ", style="dim")
         for bound, colour in SCALE:
@@ -84,8 +84,8 @@ def _runs(sequence: SequenceView, vocabulary: Vocabulary | None, full: bool) -> 
     for (mask, version), run in groupby(zip(*columns, strict=True)):
         end = start + sum(1 for _ in run)
         sampled = version >= 0
-        said = f"sampled, loss mask {mask}, weights {version}" if sampled else "not sampled, loss mask 0"
-        yield Text(f"  [{start}, {end}) {said}", style="green" if mask else "yellow" if sampled else "dim")
+        label = f"sampled, loss mask {mask}, weights {version}" if sampled else "not sampled, loss mask 0"
+        yield Text(f"  [{start}, {end}) {label}", style="green" if mask else "yellow" if sampled else "dim")
         places = list(range(start, end))
         if full or len(places) <= HEAD + TAIL + 1:
             yield from _lines(sequence, places, sampled, vocabulary)
@@ -100,8 +100,8 @@ def _lines(sequence: SequenceView, places: list[int], sampled: bool, vocabulary:
     from rich.text import Text
 
     line = Text("   ")
-    for place in places:
-        token, logprob = int(sequence.tokens[place]), float(sequence.logprobs[place])
+    for position in places:
+        token, logprob = int(sequence.tokens[position]), float(sequence.logprobs[position])
         cell = f" {token}:{logprob:.4f}" if sampled else f" {token}"
         if vocabulary is not None:
             cell += f" {_quoted(vocabulary.piece(token))} "

@@ -33,17 +33,17 @@ def _usage(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Run
     from megaflow_hpc.monitor.usage import added
 
-    found = {}
+    totals = {}
     for run in arguments.run_dir:
         with under_way(f"accounting for {run}"):
-            found[run] = Run(run).usage()
-    total = added(found.values())
+            totals[run] = Run(run).usage()
+    total = added(totals.values())
     if arguments.json:
         print_json(
-            {"runs": [{"run": str(Path(run).absolute()), **used} for run, used in found.items()], "total": total}
+            {"runs": [{"run": str(Path(run).absolute()), **used} for run, used in totals.items()], "total": total}
         )
         return 0
-    rows = [(Path(run).name, *hours(used)) for run, used in found.items()]
+    rows = [(Path(run).name, *hours(used)) for run, used in totals.items()]
     say(table(HEAD, [*rows, ("total", *hours(total))] if len(rows) > 1 else rows))
     return 0
 

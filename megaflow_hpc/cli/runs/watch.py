@@ -86,19 +86,19 @@ def _picture(run: Run, arguments: argparse.Namespace) -> int:
 
 def _follow(run: Run, arguments: argparse.Namespace) -> int:
     """Print a line, or a JSON object, after every change until the campaign ends."""
-    said, said_at = None, 0.0
+    shown, said_at = None, 0.0
     with run.tended() as tend:
         while True:
             status = run.status()
             tend()
             over, news = run.over(status), told(status)
             if arguments.json:
-                if over or news != said:
+                if over or news != shown:
                     print_json(status, indent=None)
-            elif over or news != said or time.monotonic() - said_at > LINE_EVERY_S:
+            elif over or news != shown or time.monotonic() - said_at > LINE_EVERY_S:
                 said_at = time.monotonic()
                 say(f"{time.strftime('%H:%M:%S')} {line(run.config.name, status)}")
-            said = news
+            shown = news
             sys.stdout.flush()
             if over:
                 return 0
@@ -111,7 +111,7 @@ def told(status: Mapping[str, Any]) -> Any:
         status["state"],
         status["rollouts"],
         [(group["role"], group["reason"]) for group in status["queue"]],
-        {policy: found["step"] for policy, found in status.get("training", {}).items()},
+        {policy: state["step"] for policy, state in status.get("training", {}).items()},
     )
 
 
@@ -128,9 +128,8 @@ def line(name: str, status: Mapping[str, Any]) -> str:
     parts += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["tokens_per_s"] else []
     causes = ", ".join(f"{cause} {count}" for cause, count in status["failures"].items())
     parts += [f"failed {counts['failed']} ({causes})"] if counts["failed"] else []
-    parts += [
-        f"{policy} step {found['step']} of {found['steps']}" for policy, found in status.get("training", {}).items()
-    ]
+    for policy, training in status.get("training", {}).items():
+        parts.append(f"{policy} step {training['step']} of {training['steps']}")
     parts += [f"about {seconds(status['eta_s'])} to go"] if status["eta_s"] and counts["running"] else []
     parts += queue_lines(status)[:1] if not counts["running"] else []
     return in_one_line(", ".join(parts))

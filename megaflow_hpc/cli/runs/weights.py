@@ -94,7 +94,7 @@ def _list(arguments: argparse.Namespace) -> int:
         if server.refused is not None:
             refused[server.policy, server.refused.version] = server.refused.cause
     pointed = {policy: weights.current(run, policy).version for policy in policies}
-    known = [weights.Version(policy=policy) for policy in policies] + weights.versions(run)
+    listed = [weights.Version(policy=policy) for policy in policies] + weights.versions(run)
     rows = [
         {
             **asdict(version),
@@ -102,7 +102,7 @@ def _list(arguments: argparse.Namespace) -> int:
             "servers": serving[version.policy, version.version],
             "refused": refused.get((version.policy, version.version), ""),
         }
-        for version in known
+        for version in listed
     ]
     if arguments.json:
         print_json(rows)

@@ -169,9 +169,9 @@ class WatchApp(App[None]):
         if self._parts:
             rows.show(PartTable(self.snapshot.status))
         else:
-            found = self.snapshot.rollouts.matching(self._text, self._failed)
+            matching = self.snapshot.rollouts.matching(self._text, self._failed)
             filtered = self._text or self._failed
-            rows.show(RolloutTable(found, "none; Esc shows all" if filtered else "no rollout has begun"))
+            rows.show(RolloutTable(matching, "none; Esc shows all" if filtered else "no rollout has begun"))
         self._tell_reader()
 
     def _tell_reader(self) -> None:

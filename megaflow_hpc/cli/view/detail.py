@@ -171,8 +171,8 @@ def known(row: RolloutRow) -> list[Text]:
 def _part(key: str, snapshot: RunSnapshot) -> list[Text]:
     for part in [*snapshot.status["pods"], *snapshot.status["servers"]]:
         if key in (part.get("pod"), part.get("server")):
-            said = "  ".join(f"{name} {value}" for name, value in part.items() if value not in ("", 0, 0.0, None))
-            return [Text(in_one_line(said))]
+            text = "  ".join(f"{name} {value}" for name, value in part.items() if value not in ("", 0, 0.0, None))
+            return [Text(in_one_line(text))]
     return [Text(in_one_line(key), "bold"), Text("not begun")]
 
 

@@ -134,10 +134,10 @@ class RunReader(threading.Thread):
             return replace(self._stored, key=key, log=log)
         transcript = snapshot.transcript
         if transcript is None:
-            said = snapshot.unasked or "its pod is asked; what asks no model has no transcript until it is stored"
-            return Detail(key, said=said, log=log)
-        said = "" if transcript.messages else "its model has not answered yet"
-        return Detail(key, transcript.messages, transcript.left_out, said, log)
+            note = snapshot.unasked or "its pod is asked; what asks no model has no transcript until it is stored"
+            return Detail(key, said=note, log=log)
+        note = "" if transcript.messages else "its model has not answered yet"
+        return Detail(key, transcript.messages, transcript.left_out, note, log)
 
     def _read_stored(self, rollout: str) -> Detail:
         from megaflow_hpc.trajectories import open_trajectories

@@ -186,8 +186,8 @@ class RolloutRows(ScrollView, can_focus=True):
             return self._strip([column.head for column in table.columns], "  ", Style(bold=True))
         row = self.scroll_offset.y + y - 1
         if row >= len(table.keys):
-            said = table.nothing if row == 0 else ""
-            return Strip([Segment(set_cell_size(f"  {said}", width))], width)
+            text = table.nothing if row == 0 else ""
+            return Strip([Segment(set_cell_size(f"  {text}", width))], width)
         cells, style = table.cells(row)
         chosen = row == self.chosen
         own = Style.parse(style) if style else Style.null()

@@ -53,17 +53,17 @@ def progress(name: str, status: Mapping[str, Any], width: int) -> Text:
     rollouts, state = status["rollouts"], status["state"]
     done = sum(rollouts[final] for final in FINAL)
     share = min(1.0, done / rollouts["total"]) if rollouts["total"] else 0.0
-    said = f" {done}/{rollouts['total']} {int(share * 100)}%"  # 100 % only if all are done
+    text = f" {done}/{rollouts['total']} {int(share * 100)}%"  # 100 % only if all are done
     if per_minute := status["rate_per_s"] * 60:
-        said += f"  {per_minute:.1f}/min" if per_minute < 100 else f"  {per_minute:,.0f}/min"
+        text += f"  {per_minute:.1f}/min" if per_minute < 100 else f"  {per_minute:,.0f}/min"
     if status["eta_s"]:
-        said += f"  {seconds(status['eta_s'])} to go"
+        text += f"  {seconds(status['eta_s'])} to go"
     line = Text.assemble((in_one_line(name), "bold"), " ", (state, f"bold {STYLES.get(state, '')}"), "  ")
-    room = min(40, width - len(line) - len(said))
+    room = min(40, width - len(line) - len(text))
     if room >= 5:
         full = round(share * room)
         line.append("█" * full, "green").append("░" * (room - full), "dim")
-    return line.append(said)
+    return line.append(text)
 
 
 def counts(status: Mapping[str, Any]) -> Text:
@@ -81,11 +81,11 @@ def means(snapshot: RunSnapshot) -> Text:
     pods = [pod for pod in status["pods"] if pod["state"] in PRESENT]
     slots = sum(pod["slots"] for pod in pods)
     running = sum(pod["running"] for pod in pods)
-    said = [_numbered("pods", status["pods"], "started")]
-    said += [f"slots {running}/{slots} ({running / slots:.0%})"] if slots else []
-    said += [_numbered("engines", status["servers"], "serving")] if status["servers"] else []
-    said += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["servers"] or status["tokens_per_s"] else []
-    line = Text(in_one_line("  ".join(said)))  # a pod's state is untrusted text
+    parts = [_numbered("pods", status["pods"], "started")]
+    parts += [f"slots {running}/{slots} ({running / slots:.0%})"] if slots else []
+    parts += [_numbered("engines", status["servers"], "serving")] if status["servers"] else []
+    parts += [f"{status['tokens_per_s']:,.0f} tokens/s"] if status["servers"] or status["tokens_per_s"] else []
+    line = Text(in_one_line("  ".join(parts)))  # a pod's state is untrusted text
     if stuck := snapshot.rollouts.stuck:
         line.append(f"  stuck {stuck}", "bold red")
     return line

@@ -85,11 +85,11 @@ class EventAggregator:
                 self._end(event)
 
     def _end(self, event: RolloutEvent) -> None:
-        told = self._open.pop(event.id, [])
+        events = self._open.pop(event.id, [])
         self._recent[int(event.t)] += 1
         if event.status not in VERIFIED:
             self._bad[event.id] = event
-            if attempts := [one for one in told if isinstance(one[1], AttemptEvent)]:
+            if attempts := [one for one in events if isinstance(one[1], AttemptEvent)]:
                 self._attempts.setdefault(event.id, []).extend(attempts)
             return
         self._bad.pop(event.id, None)
@@ -129,7 +129,7 @@ class EventAggregator:
             if event.kind not in first or event.t < first[event.kind].t:
                 first[event.kind] = event
         for event in self._bad.values():
-            place = self._running.last.get(event.id)
+            attempt = self._running.last.get(event.id)
             yield EndedBadly(
                 event.id,
                 event.status,
@@ -139,14 +139,14 @@ class EventAggregator:
                 event.seconds,
                 event.turns,
                 event.inexact,
-                (place.rank, place.attempt, place.began_at) if place else None,
+                (attempt.rank, attempt.attempt, attempt.began_at) if attempt else None,
             )
 
 
 def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
     """Return the later event, completed with fields that only the earlier one has."""
-    said = {name: getattr(event, name) for name in event.__struct_fields__}
-    return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in said.items()})
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
 
 
 class SummaryWriter:

@@ -60,8 +60,8 @@ class RunningRollouts:
                 if event.kind != "cancelled":  # the user's decision, not a fault
                     self.retries[event.kind] += 1
                 self._failed(pod, rollout, event.kind, event.rank)
-                place = self._running.get(rollout)
-                if place is not None and place.pod == pod and event.rank in (None, place.rank):
+                attempt = self._running.get(rollout)
+                if attempt is not None and attempt.pod == pod and event.rank in (None, attempt.rank):
                     del self._running[rollout]
             case WorkerEvent(state="ready"):
                 self._nodes[pod, event.rank] = event.node or ""
@@ -101,40 +101,40 @@ class RunningRollouts:
 
     def _note_stored(self, rollout: str, at: float) -> None:
         self._stored_at[rollout] = max(at, self._stored_at.get(rollout, 0.0))
-        place = self._running.get(rollout)
-        if place is not None and place.began_at <= at:  # a failed rollout may have been started again
+        attempt = self._running.get(rollout)
+        if attempt is not None and attempt.began_at <= at:  # a failed rollout may have been started again
             del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
         """Record a start. Another pod or an earlier start may have had the rollout before, and its file may be read
         later."""
         node = self._nodes.get((pod, event.rank), "")
-        place = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
-        self._begun.setdefault(pod, {})[event.id] = place
+        attempt = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
+        self._begun.setdefault(pod, {})[event.id] = attempt
         before = self.last.get(event.id)
         if before is not None and before.pod != pod and before.began_at > event.t:
             return
-        self.last[event.id] = place
+        self.last[event.id] = attempt
         if event.t >= self._stored_at.get(event.id, 0.0):
-            self._running[event.id] = place
+            self._running[event.id] = attempt
 
     def _failed(self, pod: str, rollout: str, cause: str, rank: int | None = None) -> None:
-        place = self._begun.get(pod, {}).get(rollout)
-        self.failures[cause, place.node if place is not None and rank in (None, place.rank) else ""] += 1
+        attempt = self._begun.get(pod, {}).get(rollout)
+        self.failures[cause, attempt.node if attempt is not None and rank in (None, attempt.rank) else ""] += 1
 
     def _end(self, pod: str, rank: int | None = None) -> None:
-        ended = [key for key, place in self._running.items() if place.pod == pod and rank in (None, place.rank)]
+        ended = [key for key, attempt in self._running.items() if attempt.pod == pod and rank in (None, attempt.rank)]
         for rollout in ended:
             del self._running[rollout]
 
     def longest(self, pods: Collection[str]) -> list[AttemptPlace]:
         """Returns the rollouts that run in these pods, longest-running first."""
-        places = [place for place in self._running.values() if place.pod in pods]
-        return sorted(places, key=lambda place: place.began_at)
+        places = [attempt for attempt in self._running.values() if attempt.pod in pods]
+        return sorted(places, key=lambda attempt: attempt.began_at)
 
     def by_cause(self) -> dict[str, dict[str, int]]:
         """Returns cause → node → number of failed attempts, most frequent first."""
-        found: dict[str, dict[str, int]] = {}
+        causes: dict[str, dict[str, int]] = {}
         for (cause, node), count in self.failures.most_common():
-            found.setdefault(cause, {})[node] = count
-        return found
+            causes.setdefault(cause, {})[node] = count
+        return causes

@@ -95,13 +95,13 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
     if not all(lacking):
         seen = await sandbox.exec(["/bin/sh", "-c", test, "sh", *sources], cwd="/", timeout_s=COLLECT_S)
         there = seen.stdout.split()
-    found: list[Collected] = []
+    collected: list[Collected] = []
     for number, entry in enumerate(entries):
         source = sources[number]
         kept = Collected(source, entry.destination or source.strip("/") or "root")
         if there[number : number + 1] != ["1"]:
             if entry.destination or source != PUBLISHED:
-                found.append(kept)
+                collected.append(kept)
                 kept.error = "not there"
             continue
         target = folder / str(number)
@@ -115,8 +115,8 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
             kept.error = f"reading the artifacts took longer than {DOWNLOAD_TIMEOUT_S:g} s"
         except Exception as error:  # a broken transfer from the agent's programs must not prevent a verdict
             kept.error = str(error) or repr(error)
-        found.append(kept)
-    return found
+        collected.append(kept)
+    return collected
 
 
 async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> list[str]:
@@ -150,7 +150,7 @@ def _size(path: Path) -> int:
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
     """Returns the artifacts of a trajectory. ``artifacts/manifest.json`` lists what was left out and why."""
-    found: list[Artifact] = []
+    artifacts: list[Artifact] = []
     manifest: list[dict[str, Any]] = []
     left = MAX_BYTES
     for item in collected:
@@ -161,10 +161,10 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
             if item.path is not None and file != item.path:
                 name += f"/{file.relative_to(item.path)}"
             size = file.stat().st_size
-            if size > min(MAX_FILE, left) or len(found) >= MAX_FILES:
+            if size > min(MAX_FILE, left) or len(artifacts) >= MAX_FILES:
                 omitted.append(name)
                 continue
-            found.append(Artifact(name, file.read_bytes()))
+            artifacts.append(Artifact(name, file.read_bytes()))
             left -= size
             kept.append(name)
         entry: dict[str, Any] = {"source": item.source, "kept": len(kept), "error": item.error}
@@ -172,8 +172,8 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
             entry["too_large_or_too_many"] = omitted[:MAX_FILES]
         manifest.append(entry)
     if manifest:
-        found.append(Artifact(f"{prefix}artifacts/manifest.json", json.dumps(manifest, indent=1).encode()))
-    return found
+        artifacts.append(Artifact(f"{prefix}artifacts/manifest.json", json.dumps(manifest, indent=1).encode()))
+    return artifacts
 
 
 def _files(path: Path | None) -> list[Path]:

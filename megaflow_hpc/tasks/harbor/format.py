@@ -53,15 +53,15 @@ class HarborFormat:
         return True
 
     def read(self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles) -> list[Task]:
-        found, mistakes = [], []
+        tasks, mistakes = [], []
         for directory in find_tasks(source, Path(base)):
             try:
-                found.append(read_harbor_task(directory, dockerfiles))
+                tasks.append(read_harbor_task(directory, dockerfiles))
             except ConfigError as error:
                 mistakes.append(str(error))
         if mistakes:
             raise Mistakes(mistakes)
-        return found
+        return tasks
 
     def settle(self, tasks: Sequence[Task]) -> list[Task]:
         return list(tasks)
@@ -74,11 +74,11 @@ class HarborFormat:
 
     def files(self, task: Task) -> list[str]:
         data = HarborData.of(task)
-        found = [os.path.join(task.path, "environment")] if data.upload_environment else []
+        paths = [os.path.join(task.path, "environment")] if data.upload_environment else []
         endings: Sequence[Judging] = data.steps or [data]
         for ending in endings:
-            found += [*ending.tests, ending.solution, (isinstance(ending, HarborStep) and ending.workdir) or ""]
-        return [path for path in dict.fromkeys(found) if path and os.path.exists(path)]
+            paths += [*ending.tests, ending.solution, (isinstance(ending, HarborStep) and ending.workdir) or ""]
+        return [path for path in dict.fromkeys(paths) if path and os.path.exists(path)]
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> bool:
         data = HarborData.of(task)

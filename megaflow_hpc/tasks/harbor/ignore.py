@@ -76,25 +76,25 @@ class TaskFiles:
             return True
         if len(parts) < depth or parts[depth - 1] not in _HOMES:
             return False
-        place = root.joinpath(*parts[:depth])
+        current = root.joinpath(*parts[:depth])
         above: list[Path] = []
         for part in parts[depth:]:
-            above.append(place)
-            place /= part
-            if self._last_word(above, place):
+            above.append(current)
+            current /= part
+            if self._last_word(above, current):
                 return True
         return False
 
-    def _last_word(self, above: list[Path], place: Path) -> bool:
+    def _last_word(self, above: list[Path], path: Path) -> bool:
         """Returns whether the rules of the directories above exclude ``place`` itself."""
         for directory in reversed(above):
             rules = self._rules_in(directory)
             if rules is None:
                 continue
             spec, check = rules
-            name = place.relative_to(directory).as_posix()
+            name = path.relative_to(directory).as_posix()
             check(name)
-            verdict = spec.check_file(f"{name}/" if place.is_dir() else name).include
+            verdict = spec.check_file(f"{name}/" if path.is_dir() else name).include
             if verdict is not None:
                 return verdict
         return False

@@ -68,10 +68,10 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         healthcheck=read_healthcheck(table),
     )
     if steps:
-        found = _read_steps(toml, steps, root, environment, dockerfiles)
+        read_steps = _read_steps(toml, steps, root, environment, dockerfiles)
         strategy = toml.choice("multi_step_reward_strategy", "mean", "final") or "mean"
-        data = msgspec.structs.replace(data, steps=found, reward_strategy=strategy)
-        instruction, judging = found[0].instruction, cast(Judging, found[0])
+        data = msgspec.structs.replace(data, steps=read_steps, reward_strategy=strategy)
+        instruction, judging = read_steps[0].instruction, cast(Judging, read_steps[0])
     else:
         instruction, judging = read_instruction(root, root), read_judging(toml, root, environment, dockerfiles)
         data = msgspec.structs.replace(data, **fields_of(judging))
@@ -139,12 +139,12 @@ def _read_steps(
     toml: TomlTable, steps: list[TomlTable], root: Path, environment: Task, dockerfiles: Dockerfiles
 ) -> list[HarborStep]:
     """Returns the values of each step; steps.py makes tasks of them."""
-    found: list[HarborStep] = []
+    steps_read: list[HarborStep] = []
     for step in steps:
         name = step.text("name")
         if name is None or not _STEP.fullmatch(name) or name in (".", ".."):
             raise step.error("name", name, "the name of a directory under steps/")
-        if name.casefold() in {other.name.casefold() for other in found}:
+        if name.casefold() in {other.name.casefold() for other in steps_read}:
             raise step.error("name", name, "a name that no other step has")
         home = root / "steps" / name
         if not home.is_dir():
@@ -153,7 +153,7 @@ def _read_steps(
         agent = step.table("agent")
         if "network_mode" in agent:
             raise agent.error("network_mode", agent.data["network_mode"], "one network for all steps, under [agent]")
-        found.append(
+        steps_read.append(
             HarborStep(
                 name=name,
                 instruction=read_instruction(root, home),
@@ -165,7 +165,7 @@ def _read_steps(
                 **fields_of(read_judging(toml, root, environment, dockerfiles, step)),
             )
         )
-    return found
+    return steps_read
 
 
 def _min_reward(step: TomlTable) -> dict[str, float]:

@@ -36,35 +36,35 @@ def read_rewards(logs: Path) -> dict[str, float]:
     Raises:
         ValueError: the reward is missing or not a finite number, or the two files disagree.
     """
-    found: dict[str, dict[str, float]] = {}
+    by_file: dict[str, dict[str, float]] = {}
     with _opened(logs) as directory:
         for name in REWARD_FILES:
             data = _read_plain(directory, name, MAX_REWARD_BYTES)
             if data is not None:
-                found[name] = parse_rewards(name, data.decode("utf-8", "replace"))
-    if not found:
+                by_file[name] = parse_rewards(name, data.decode("utf-8", "replace"))
+    if not by_file:
         raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
-    values = [Verdict.of(rewards).reward or 0.0 for rewards in found.values()]
+    values = [Verdict.of(rewards).reward or 0.0 for rewards in by_file.values()]
     if not math.isclose(values[0], values[-1], rel_tol=1e-6):
         raise ValueError(f"reward.json says {values[0]:g} and reward.txt {values[-1]:g}")
-    return next(iter(found.values()))
+    return next(iter(by_file.values()))
 
 
 def read_logs(logs: Path) -> list[Artifact]:
     """Reads the other small plain files that the tests left in ``/logs/verifier``."""
-    found: list[Artifact] = []
+    artifacts: list[Artifact] = []
     left = LOGS_LIMIT
     with contextlib.suppress(ValueError), _opened(logs) as directory:
         with os.scandir(directory) as entries:
             names = sorted(entry.name for entry in itertools.islice(entries, MAX_LOG_ENTRIES))
         for name in names:
-            if name in REWARD_FILES or len(found) >= MOST_LOGS:
+            if name in REWARD_FILES or len(artifacts) >= MOST_LOGS:
                 continue
             with contextlib.suppress(ValueError):
                 if data := _read_plain(directory, name, left):
-                    found.append(Artifact(f"verifier/{name}", data))
+                    artifacts.append(Artifact(f"verifier/{name}", data))
                     left -= len(data)
-    return found
+    return artifacts
 
 
 @contextlib.contextmanager
@@ -142,19 +142,19 @@ class _DuplicateKey(Exception):
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return found
+    return members
 
 
 def _number(name: str, key: str, number: object) -> float:
     if not isinstance(number, int | float):
-        said = (
+        message = (
             repr(number[:80]) if isinstance(number, str) else f"a {type(number).__name__}"
         )  # do not print the content of a list
-        raise ValueError(f"{name}: {key} is {said}; expected a finite number")
+        raise ValueError(f"{name}: {key} is {message}; expected a finite number")
     if isinstance(number, float) and math.isnan(number):
         raise ValueError(f"{name}: {key} is nan; expected a finite number")
     if abs(number) > MAX_REWARD:

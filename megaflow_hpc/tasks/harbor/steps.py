@@ -41,8 +41,8 @@ def steps_of(task: Task) -> list[Task]:
 
 def step_name(step: Task) -> str:
     """Returns the step's name; empty for a task without steps."""
-    found = HarborData.of(step).step
-    return found.name if found else ""
+    harbor_step = HarborData.of(step).step
+    return harbor_step.name if harbor_step else ""
 
 
 async def begin_step(task: Task, sandbox: Sandbox) -> None:

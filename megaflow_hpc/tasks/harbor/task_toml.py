@@ -79,8 +79,10 @@ class TomlTable:
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
         """Returns an error that names the file, the line of ``key``, its value and the expected value."""
         line = self._line(self.name, key)
-        place = f"{self.path}:{line}" if line else str(self.path)
-        return ConfigError(f"{place}: {f'[{self.name}] ' if self.name else ''}{key} = {value!r}: expected {expected}")
+        location = f"{self.path}:{line}" if line else str(self.path)
+        return ConfigError(
+            f"{location}: {f'[{self.name}] ' if self.name else ''}{key} = {value!r}: expected {expected}"
+        )
 
     def _line(self, section: str, key: str) -> int | None:
         current = section if self.begin else ""
@@ -112,15 +114,15 @@ class TomlTable:
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.error(key, values, f"[[{self._dotted(key)}]] tables")
         header = re.compile(rf"\s*\[\[\s*{re.escape(self._dotted(key))}\s*\]\]")
-        found = [n for n, line in enumerate(self.lines[: self.end]) if n >= self.begin and header.match(line)]
-        if len(found) != len(values):  # written inline
+        starts = [n for n, line in enumerate(self.lines[: self.end]) if n >= self.begin and header.match(line)]
+        if len(starts) != len(values):  # written inline
             return [
                 TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end) for value in values
             ]
-        ends = [*found, self.end][1:]
+        ends = [*starts, self.end][1:]
         return [
             TomlTable(self.path, value, self.lines, self._dotted(key), begin, end)
-            for value, begin, end in zip(values, found, ends, strict=True)
+            for value, begin, end in zip(values, starts, ends, strict=True)
         ]
 
     def _dotted(self, key: str) -> str:
@@ -187,14 +189,14 @@ class TomlTable:
             passed: set to which values of the user's variables are added; ``None`` if none may be used.
         """
         table = self.table(key)
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         for name, value in table.data.items():
             if not isinstance(value, str):
                 raise table.error(name, value, "a text")
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
                 raise table.error(name, value, "a name of letters, digits and _, and a value without a zero byte")
-            found[name] = _TEMPLATE.sub(lambda match, name=name: table._resolve(name, match, passed), value)  # type: ignore[misc]
-        return found
+            values[name] = _TEMPLATE.sub(lambda match, name=name: table._resolve(name, match, passed), value)  # type: ignore[misc]
+        return values
 
     def _resolve(self, name: str, match: re.Match[str], passed: set[str] | None) -> str:
         allowed = {word.strip() for word in os.environ.get(ALLOWED_VARIABLES, "").split(",")}

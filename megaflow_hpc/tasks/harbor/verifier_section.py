@@ -51,8 +51,8 @@ def read_judging(
     if script is not None and not rules.bundled:
         TaskFiles(root).require(script)
     elif script is None and not rules.bundled:
-        place = (root if step is None else root / "steps" / str(step.data["name"])) / "tests" / SCRIPT
-        raise ConfigError(f"{place}: missing; a Harbor task needs tests for its reward: add tests/test.sh")
+        expected = (root if step is None else root / "steps" / str(step.data["name"])) / "tests" / SCRIPT
+        raise ConfigError(f"{expected}: missing; a Harbor task needs tests for its reward: add tests/test.sh")
     return Judging(
         tests=[str(directory) for directory in tests],
         solution=str(inside(root, solution)),
@@ -128,11 +128,11 @@ def _read_separate(
         return _Separate(replace(environment, user=None))
     # its own limits and variables with the agent's image
     merged = TomlTable(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
-    found = read_environment(merged, root / "environment", root, dockerfiles, passed)
-    agents, data = HarborData.of(environment), HarborData.of(found)
+    verifier = read_environment(merged, root / "environment", root, dockerfiles, passed)
+    agents, data = HarborData.of(environment), HarborData.of(verifier)
     data = msgspec.structs.replace(data, dockerfile=agents.dockerfile, base=agents.base)
-    workdir, env = found.workdir or environment.workdir, {**environment.env, **found.env}
-    return _Separate(data.put(replace(found, workdir=workdir, env=env)))
+    workdir, env = verifier.workdir or environment.workdir, {**environment.env, **verifier.env}
+    return _Separate(data.put(replace(verifier, workdir=workdir, env=env)))
 
 
 def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
@@ -140,22 +140,22 @@ def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
         raise table.error("artifacts", entries, "a list")
-    found = []
+    artifacts = []
     for entry in entries:
-        given = {"source": entry} if isinstance(entry, str) else entry
-        if not isinstance(given, dict) or not isinstance(given.get("source"), str) or not given["source"].strip():
+        fields = {"source": entry} if isinstance(entry, str) else entry
+        if not isinstance(fields, dict) or not isinstance(fields.get("source"), str) or not fields["source"].strip():
             raise table.error("artifacts", entry, "a path, or {source = …, destination = …}")
-        destination, exclude = given.get("destination") or None, given.get("exclude") or []
-        for path in filter(None, (given["source"], destination)):
+        destination, exclude = fields.get("destination") or None, fields.get("exclude") or []
+        for path in filter(None, (fields["source"], destination)):
             if not isinstance(path, str) or ".." in PurePosixPath(path).parts or "\0" in path:
                 raise table.error("artifacts", path, "a path without '..'")
         if destination and destination.startswith("/"):
             raise table.error("artifacts", destination, "a relative destination")
         if not isinstance(exclude, list) or not all(isinstance(pattern, str) for pattern in exclude):
             raise table.error("artifacts", exclude, "a list of patterns under exclude")
-        _refuse_service(TomlTable(table.path, given, table.lines, "artifacts"))
-        found.append(DeclaredArtifact(given["source"], destination, exclude))
-    return found
+        _refuse_service(TomlTable(table.path, fields, table.lines, "artifacts"))
+        artifacts.append(DeclaredArtifact(fields["source"], destination, exclude))
+    return artifacts
 
 
 def _refuse_service(table: TomlTable) -> None:

@@ -104,8 +104,8 @@ def _locator(path: str, content: BugFile, node: yaml.Node | None) -> Callable[[s
 
 def select(bugs: Iterable[Bug], only: Sequence[str]) -> list[Bug]:
     """Returns the bugs whose ids are in ``only``, or all of them if it is empty."""
-    known = {bug.id: bug for bug in bugs}
-    unknown = [name for name in only if name not in known]
+    by_id = {bug.id: bug for bug in bugs}
+    unknown = [name for name in only if name not in by_id]
     if unknown:
-        raise ConfigError(f"--only {unknown[0]}: no such bug; expected one of {', '.join(known)}")
-    return [bug for name, bug in known.items() if not only or name in only]
+        raise ConfigError(f"--only {unknown[0]}: no such bug; expected one of {', '.join(by_id)}")
+    return [bug for name, bug in by_id.items() if not only or name in only]

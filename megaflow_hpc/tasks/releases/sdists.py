@@ -112,18 +112,18 @@ def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
     """
     cache.mkdir(parents=True, exist_ok=True)
     wanted = sorted(set(releases))
-    found = {release: path for release in wanted if (path := _cached(release, cache)) is not None}
-    missing = [release for release in wanted if release not in found]
+    archives = {release: path for release in wanted if (path := _cached(release, cache)) is not None}
+    missing = [release for release in wanted if release not in archives]
     if not missing:
-        return found
+        return archives
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
         names = _fetch_files(missing, Path(scratch))
         for release, name in names.items():
             directory = cache / str(release)
             directory.mkdir(exist_ok=True)
             os.replace(Path(scratch) / name, directory / name)
-            found[release] = directory / name
-    return found
+            archives[release] = directory / name
+    return archives
 
 
 def _cached(release: Release, cache: Path) -> Path | None:

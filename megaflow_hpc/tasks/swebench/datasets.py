@@ -52,20 +52,20 @@ class SweBench:
         Raises:
             ConfigError: a field has the wrong type; names file, line, field and value.
         """
-        found = dict(raw)
+        fields = dict(raw)
         for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some releases write the names in lower case
             if key.lower() in raw:
-                found[key] = raw[key.lower()]
+                fields[key] = raw[key.lower()]
         if image := _image(raw):
-            found["image"] = image
+            fields["image"] = image
         commands = raw.get("test_cmd") or raw.get("test_cmds")
         if isinstance(commands, list):
             if not all(isinstance(command, str) for command in commands):
                 raise line.error("test_cmd", commands, "a text, or a list of texts")
             commands = "\n".join(commands)
-        found["test_cmd"] = commands
-        found["log_parser"] = parser_name(raw.get("log_parser"))
-        return found
+        fields["test_cmd"] = commands
+        fields["log_parser"] = parser_name(raw.get("log_parser"))
+        return fields
 
 
 class SweRebench(SweBench):
@@ -102,10 +102,10 @@ class SweSmith(SweBench):
     @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of an instance, as :meth:`SweBench.convert` does."""
-        found = super().convert(line, raw)
-        found["bug_patch"] = found.get("bug_patch") or found.get("patch")
-        found["patch"] = ""
-        return found
+        fields = super().convert(line, raw)
+        fields["bug_patch"] = fields.get("bug_patch") or fields.get("patch")
+        fields["patch"] = ""
+        return fields
 
 
 class MultiSweBench(SweBench):
@@ -170,12 +170,12 @@ def _image(raw: Mapping[str, Any]) -> Any:
 
 
 def _field(line: Line, raw: Mapping[str, Any], key: str, kind: type[T], expected: str) -> T:
-    found = raw.get(key)
-    if found is None:
+    value = raw.get(key)
+    if value is None:
         return kind()
-    if not isinstance(found, kind):
-        raise line.error(key, found, expected)
-    return found
+    if not isinstance(value, kind):
+        raise line.error(key, value, expected)
+    return value
 
 
 def _title_and_body(issue: Mapping[str, Any]) -> str:
@@ -183,10 +183,10 @@ def _title_and_body(issue: Mapping[str, Any]) -> str:
 
 
 def _tests(line: Line, raw: Mapping[str, Any], key: str) -> list[Any]:
-    found = raw.get(key) or []
-    if not isinstance(found, dict | list):
-        raise line.error(key, found, "tests by name")
-    return list(found)
+    tests = raw.get(key) or []
+    if not isinstance(tests, dict | list):
+        raise line.error(key, tests, "tests by name")
+    return list(tests)
 
 
 def literal(text: str) -> Any:

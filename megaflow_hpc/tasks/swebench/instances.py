@@ -144,19 +144,19 @@ def parse(line: Line) -> Instance:
 
 
 def _instance(line: Line, raw: dict[str, Any]) -> Instance:
-    found = dataset_of(raw).convert(line, raw)
-    values = {key: _text(line, key, found[key]) for key in TEXT_FIELDS if key in found}
+    fields = dataset_of(raw).convert(line, raw)
+    values = {key: _text(line, key, fields[key]) for key in TEXT_FIELDS if key in fields}
     for key in ("instance_id", "repo", "problem_statement"):
         if not values.get(key, "").strip():
-            raise line.error(key, found.get(key), "a text that is not empty")
-    failing = _names(line, "FAIL_TO_PASS", found.get("FAIL_TO_PASS"))
+            raise line.error(key, fields.get(key), "a text that is not empty")
+    failing = _names(line, "FAIL_TO_PASS", fields.get("FAIL_TO_PASS"))
     if not failing:
-        raise line.error("FAIL_TO_PASS", found.get("FAIL_TO_PASS"), "at least one test")
-    passing = _names(line, "PASS_TO_PASS", found.get("PASS_TO_PASS") or [])
+        raise line.error("FAIL_TO_PASS", fields.get("FAIL_TO_PASS"), "at least one test")
+    passing = _names(line, "PASS_TO_PASS", fields.get("PASS_TO_PASS") or [])
     values.setdefault("image", image_name(IMAGE, values["instance_id"]))
     _check(line, values)
     stated = {key: value for key, value in values.items() if value}
-    return Instance(**stated, FAIL_TO_PASS=failing, PASS_TO_PASS=passing, env=_variables(line, found.get("env") or {}))
+    return Instance(**stated, FAIL_TO_PASS=failing, PASS_TO_PASS=passing, env=_variables(line, fields.get("env") or {}))
 
 
 def _check(line: Line, values: Mapping[str, str]) -> None:
@@ -196,10 +196,10 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
     """Returns test names from a list, or from a list written as JSON or Python."""
-    found = literal(value) if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+    names = literal(value) if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise line.error(key, value, "a list of test names")
-    return tuple(_writable(line, key, name) for name in found)
+    return tuple(_writable(line, key, name) for name in names)
 
 
 def _variables(line: Line, value: Any) -> dict[str, str] | None:

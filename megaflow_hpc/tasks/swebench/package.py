@@ -67,10 +67,10 @@ class _Finder:
 
 def prepare_import() -> None:
     """Makes ``swebench.harness.…`` importable without running the packages' own ``__init__``."""
-    found = importlib.util.find_spec("swebench")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("swebench")
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("swebench")
-    root = next(iter(found.submodule_search_locations))
+    root = next(iter(spec.submodule_search_locations))
     sys.meta_path.insert(0, _Finder)
     for name in ("swebench", HARNESS):
         module = types.ModuleType(name)
@@ -85,12 +85,12 @@ def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]
     for language in PARSERS:
         module = importlib.import_module(f"{HARNESS}.log_parsers.{language}")
         # Use the name in the module: parse_log_flask is the same function as parse_log_pytest.
-        known = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
-        named |= known
+        by_name = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
+        named |= by_name
         for attribute, mapping in vars(module).items():
             if attribute.startswith("MAP_REPO_TO_PARSER"):
                 for repo, parser in mapping.items():
-                    name = next((name for name, value in known.items() if value is parser), parser.__name__)
+                    name = next((name for name, value in by_name.items() if value is parser), parser.__name__)
                     named[name], by_repo[repo] = parser, name
     return named, by_repo
 
@@ -99,8 +99,8 @@ def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns version 4's specification: set-up and tests of the repository at the instance's ``version``."""
     constants = importlib.import_module(f"{HARNESS}.constants")
     by_repo = getattr(constants, "MAP_REPO_VERSION_TO_SPECS", {})
-    found = by_repo.get(instance["repo"], {}).get(str(instance.get("version")))
-    return found if found and "test_cmd" in found else None
+    specification = by_repo.get(instance["repo"], {}).get(str(instance.get("version")))
+    return specification if specification and "test_cmd" in specification else None
 
 
 def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
     if parser and parser not in named:
         return {"error": f"log_parser {parser!r}: this version of swebench has only {', '.join(sorted(named))}"}
     script = ""
-    if not instance.get("eval_script") and not instance.get("test_cmd") and (found := specifications(instance)):
+    if not instance.get("eval_script") and not instance.get("test_cmd") and (specification := specifications(instance)):
         scripts = importlib.import_module(f"{HARNESS}.test_spec.create_scripts")
         lines = scripts.make_eval_script_list(
-            instance, found, "testbed", "/testbed", instance["base_commit"], instance["test_patch"]
+            instance, specification, "testbed", "/testbed", instance["base_commit"], instance["test_patch"]
         )
         script = "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines]) + "\n"
     return {"eval_script": script, "log_parser": parser, "eval_type": eval_type}
@@ -166,13 +166,13 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
         # Version 4 looks up everything by repository and version, which works only for its own repositories.
         repo, version = specification.repo, specification.version
         grading.MAP_REPO_TO_PARSER = {**grading.MAP_REPO_TO_PARSER, repo: parser}
-        known = grading.MAP_REPO_VERSION_TO_SPECS.get(repo, {})
-        grading.MAP_REPO_VERSION_TO_SPECS = {repo: {**known, version: {"test_cmd": "", **known.get(version, {})}}}
+        versions = grading.MAP_REPO_VERSION_TO_SPECS.get(repo, {})
+        grading.MAP_REPO_VERSION_TO_SPECS = {repo: {**versions, version: {"test_cmd": "", **versions.get(version, {})}}}
         grading.FAIL_ONLY_REPOS = {repo} if specification.eval_type == "fail_only" else set()
     prediction = {"instance_id": specification.instance_id, "model_name_or_path": "", "model_patch": ""}
     report = grading.get_eval_report(specification, prediction, request["log"], include_tests_status=True)
-    found = report[specification.instance_id]
-    return {"resolved": found["resolved"], "tests": found.get("tests_status", {})}
+    result = report[specification.instance_id]
+    return {"resolved": result["resolved"], "tests": result.get("tests_status", {})}
 
 
 def main() -> int:

@@ -61,19 +61,20 @@ def settle(tasks: Sequence[Task]) -> list[Task]:
     Raises:
         ConfigError: names the line, what is missing and the remedies.
     """
-    found = [(task, load(task)) for task in tasks]
-    asked = [(task, instance) for task, instance in found if instance.runner != "named"]
-    if asked and importlib.util.find_spec("swebench") is None:
-        task, instance = asked[0]
+    loaded = [(task, load(task)) for task in tasks]
+    for_package = [(task, instance) for task, instance in loaded if instance.runner != "named"]
+    if for_package and importlib.util.find_spec("swebench") is None:
+        task, instance = for_package[0]
         raise ConfigError(
             f"{_where(task)}: {instance.instance_id}: its tests are run and graded by the Python package 'swebench', "
             f"which is not installed; {INSTALL}, or run pytest by the ids (runner: named on the line, or "
             "megaflow-hpc tasks import --runner named)"
         )
-    request = {"op": "plan", "instances": [request_fields(instance) for _, instance in asked]}
-    plans = ask(request)["plans"] if asked else []
+    request = {"op": "plan", "instances": [request_fields(instance) for _, instance in for_package]}
+    plans = ask(request)["plans"] if for_package else []
     runners = {
-        task.id: _runner(_where(task), instance, plan) for (task, instance), plan in zip(asked, plans, strict=True)
+        task.id: _runner(_where(task), instance, plan)
+        for (task, instance), plan in zip(for_package, plans, strict=True)
     }
     return [
         msgspec.structs.replace(LineSource.of(task), runner=runners.get(task.id, "named")).put(task) for task in tasks

@@ -285,8 +285,8 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
         return verdict
     read = await sandbox.exec(["cat", f"{OWN_FILES}/outcomes.json"], cwd="/", timeout_s=60, output_limit=MAX_LOG_BYTES)
     try:
-        found = parse_json(read.stdout_bytes)
-        outcomes = {str(test): str(outcome) for test, outcome in found.items()}
+        report = parse_json(read.stdout_bytes)
+        outcomes = {str(test): str(outcome) for test, outcome in report.items()}
     except (ValueError, AttributeError):
         outcomes = {}
     problems, shares = judge(instance, outcomes)
@@ -304,9 +304,9 @@ def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict
         bad = []
         for entry in getattr(instance, kind):
             exact = outcomes.get(entry)
-            found = [exact] if exact else [o for test, o in outcomes.items() if named_tests.matches(entry, test)]
-            if not found or not good.issuperset(found):
-                bad.append(f"{kind}: {entry}: {', '.join(sorted(set(found) - good)) or 'not run'}")
+            matching = [exact] if exact else [o for test, o in outcomes.items() if named_tests.matches(entry, test)]
+            if not matching or not good.issuperset(matching):
+                bad.append(f"{kind}: {entry}: {', '.join(sorted(set(matching) - good)) or 'not run'}")
         total = len(getattr(instance, kind))
         shares[kind] = 1 - len(bad) / total if total else 1.0
         problems += bad

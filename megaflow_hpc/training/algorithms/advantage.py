@@ -39,13 +39,13 @@ def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[st
     Raises:
         ConfigError: a reward is infinite, or too large for an advantage in float32.
     """
-    found = [(sample, number) for number, group in enumerate(groups) for sample in group.samples]
-    if not found:
+    numbered = [(sample, number) for number, group in enumerate(groups) for sample in group.samples]
+    if not numbered:
         return {}
-    values, weights = columns([sample for sample, _ in found], config.advantage)
+    values, weights = columns([sample for sample, _ in numbered], config.advantage)
     there: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
-    samples = [sample for (sample, _), is_there in zip(found, there, strict=True) if is_there]
-    number = np.array([number for _, number in found])[there]
+    samples = [sample for (sample, _), is_there in zip(numbered, there, strict=True) if is_there]
+    number = np.array([number for _, number in numbered])[there]
     kind = KINDS[config.advantage.kind]
     with np.errstate(over="ignore", invalid="ignore"):  # the check below reports it
         parts = [relative(column, number, kind).astype(np.float64) for column in values[there].T]

@@ -90,8 +90,8 @@ def choose(
         if staleness is not None:
             candidates = filters.fresh(candidates, staleness, version, {})
         again = replay(candidates, len(taken), repeat)
-        known = {group.id for group in replayed}
-        times = {group: count for group, count in times.items() if group in known}
+        replayed_ids = {group.id for group in replayed}
+        times = {group: count for group, count in times.items() if group in replayed_ids}
         times |= {group.id: times.get(group.id, 0) + 1 for group in again}
     return Choice(tuple(taken), drops, tuple(queue[want:]), tuple(again), {"times": times} if times else {})
 

@@ -61,9 +61,9 @@ def _lack(sample: Sample) -> str:
 def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
     for name in advantage.rewards:
         if verified and all(name not in sample.rewards for sample in verified):
-            known = ", ".join(sorted({name for sample in verified for name in sample.rewards})) or "none"
+            names = ", ".join(sorted({name for sample in verified for name in sample.rewards})) or "none"
             raise ConfigError(
-                f"training: advantage.rewards: no rollout has a reward {name!r}; the verifiers gave: {known}"
+                f"training: advantage.rewards: no rollout has a reward {name!r}; the verifiers gave: {names}"
             )
 
 

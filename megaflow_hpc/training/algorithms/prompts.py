@@ -89,25 +89,27 @@ class Prompts:
         Returns:
             Ids and the new state. There are fewer than ``count`` ids only if no task is eligible.
         """
-        known = {task: TaskStatistics(*row) for task, row in state.get("tasks", {}).items()}
-        eligible = [task for task in sorted(set(tasks)) if self._eligible(known.get(task))]
+        statistics = {task: TaskStatistics(*row) for task, row in state.get("tasks", {}).items()}
+        eligible = [task for task in sorted(set(tasks)) if self._eligible(statistics.get(task))]
         if not eligible or count <= 0:
             return [], dict(state)
         if self._config.order == "curriculum":
-            return self._drawn(eligible, known, count, state, random), dict(state)
-        return self._in_turn(sorted(set(tasks)), set(eligible), known, count, state, random)
+            return self._drawn(eligible, statistics, count, state, random), dict(state)
+        return self._in_turn(sorted(set(tasks)), set(eligible), statistics, count, state, random)
 
-    def _eligible(self, known: TaskStatistics | None) -> bool:
+    def _eligible(self, statistics: TaskStatistics | None) -> bool:
         solved, rates = self._config.filter_solved, self._config.pass_rate
-        if solved and known and known.average >= solved:
+        if solved and statistics and statistics.average >= solved:
             return False
-        return not (rates and known and known.tried and not inside(known.passed / known.tried, rates))
+        return not (
+            rates and statistics and statistics.tried and not inside(statistics.passed / statistics.tried, rates)
+        )
 
     def _in_turn(
         self,
         tasks: list[str],
         eligible: set[str],
-        known: Mapping[str, TaskStatistics],
+        statistics: Mapping[str, TaskStatistics],
         count: int,
         state: Mapping[str, Any],
         random: np.random.Generator,
@@ -124,21 +126,21 @@ class Prompts:
             while position < of and len(chosen) < count:
                 task = order[position]
                 position += 1
-                if task in eligible and self._wanted(known.get(task), state, random):
+                if task in eligible and self._wanted(statistics.get(task), state, random):
                     chosen.append(task)
         return chosen, {**state, "turn": [seed, position, of, late]}
 
     def _drawn(
         self,
         eligible: list[str],
-        known: Mapping[str, TaskStatistics],
+        statistics: Mapping[str, TaskStatistics],
         count: int,
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> list[str]:
         """Draws by weight without replacement, and starts again when all eligible tasks are drawn."""
-        rates = np.array([known.get(task, TaskStatistics()).recent for task in eligible])
-        chance = np.array([self._chance(known.get(task), state) for task in eligible])
+        rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
+        chance = np.array([self._chance(statistics.get(task), state) for task in eligible])
         weights = (rates * (1 - rates) + MIN_TASK_WEIGHT) * chance
         chosen: list[str] = []
         while len(chosen) < count:
@@ -147,17 +149,17 @@ class Prompts:
             chosen += [eligible[i] for i in drawn]
         return chosen
 
-    def _wanted(self, known: TaskStatistics | None, state: Mapping[str, Any], random: np.random.Generator) -> bool:
-        chance = self._chance(known, state)
+    def _wanted(self, statistics: TaskStatistics | None, state: Mapping[str, Any], random: np.random.Generator) -> bool:
+        chance = self._chance(statistics, state)
         return chance >= 1 or bool(random.random() < chance)
 
-    def _chance(self, known: TaskStatistics | None, state: Mapping[str, Any]) -> float:
+    def _chance(self, statistics: TaskStatistics | None, state: Mapping[str, Any]) -> float:
         """Returns the probability that GRESO requests a task."""
-        if not self._config.greso or not known or not known.streak:
+        if not self._config.greso or not statistics or not statistics.streak:
             return 1.0
-        name, floor = ("easy", FLOOR_EASY) if known.streak > 0 else ("hard", FLOOR_HARD)
+        name, floor = ("easy", FLOOR_EASY) if statistics.streak > 0 else ("hard", FLOOR_HARD)
         base = state.get(name, FIRST_BASE)
-        return float(max(base ** abs(known.streak), floor))
+        return float(max(base ** abs(statistics.streak), floor))
 
     def learn(self, state: Mapping[str, Any], groups: Iterable[SampleGroup]) -> dict[str, Any]:
         """Updates the statistics from settled groups. Called once a step, because GRESO counts steps.
@@ -169,19 +171,19 @@ class Prompts:
         Returns:
             The new state, without the keys that only :meth:`choose` uses.
         """
-        known = {task: TaskStatistics(*row) for task, row in state.get("tasks", {}).items()}
+        statistics = {task: TaskStatistics(*row) for task, row in state.get("tasks", {}).items()}
         came_again = bool(state.get("again"))
         easy = hard = total = 0
         for group in sorted(groups, key=lambda group: (group.time_ns, group.id)):
             rewards = [reward(sample) for sample in group.samples if sample.verified]
             if not rewards:
                 continue
-            came_again = came_again or group.task in known
-            found = self._updated(known.get(group.task), rewards)
-            known[group.task] = found
+            came_again = came_again or group.task in statistics
+            updated = self._updated(statistics.get(group.task), rewards)
+            statistics[group.task] = updated
             if len(rewards) >= MIN_SAMPLES:
-                total, easy, hard = total + 1, easy + (found.streak > 0), hard + (found.streak < 0)
-        learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in known.items()}, "again": came_again}
+                total, easy, hard = total + 1, easy + (updated.streak > 0), hard + (updated.streak < 0)
+        learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in statistics.items()}, "again": came_again}
         if self._config.greso:
             easy_base, hard_base = state.get("easy", FIRST_BASE), state.get("hard", FIRST_BASE)
             if state.get("again") and total:  # every task has been requested once
@@ -190,10 +192,10 @@ class Prompts:
             learned |= {"easy": easy_base, "hard": hard_base}
         return learned
 
-    def _updated(self, known: TaskStatistics | None, rewards: Sequence[float]) -> TaskStatistics:
+    def _updated(self, earlier: TaskStatistics | None, rewards: Sequence[float]) -> TaskStatistics:
         passed = sum(value >= self._pass_threshold for value in rewards)
         rate = passed / len(rewards)
-        before = known or TaskStatistics(recent=rate)
+        before = earlier or TaskStatistics(recent=rate)
         streak = before.streak
         if len(rewards) >= MIN_SAMPLES:
             sign = 0 if len(set(rewards)) > 1 else 1 if passed else -1

@@ -41,7 +41,7 @@ def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
 def shuffled(groups: Sequence[SampleGroup], random: np.random.Generator) -> list[SampleGroup]:
     """Returns groups whose samples have exchanged their rewards at random."""
     samples = [sample for group in groups for sample in group.samples]
-    givers = iter([samples[place] for place in random.permutation(len(samples))])
+    givers = iter([samples[index] for index in random.permutation(len(samples))])
 
     def take(sample: Sample) -> Sample:
         giver = next(givers)
@@ -100,10 +100,10 @@ def reward(sample: Sample, name: str | None = None) -> float:
     Raises:
         ConfigError: the reward is infinite.
     """
-    found = sample.reward if name is None else sample.rewards.get(name, 0.0)
+    value = sample.reward if name is None else sample.rewards.get(name, 0.0)
     if name is not None and not sample.verified:
-        found = math.nan
-    if math.isinf(found):
+        value = math.nan
+    if math.isinf(value):
         what = "reward" if name is None else f"reward {name!r}"
-        raise ConfigError(f"{sample.id}: {what} is {found}, expected a finite number; correct the task's verifier")
-    return found
+        raise ConfigError(f"{sample.id}: {what} is {value}, expected a finite number; correct the task's verifier")
+    return value

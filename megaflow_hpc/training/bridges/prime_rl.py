@@ -101,9 +101,9 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Ra
     Raises:
         ConfigError: a sequence has more tokens.
     """
-    found = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
-    found += [_encoded(_nothing(name))] * (max(-(-len(found) // ranks), 1) * ranks - len(found))
-    return [found[rank::ranks] for rank in range(ranks)]
+    encoded = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
+    encoded += [_encoded(_nothing(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
+    return [encoded[rank::ranks] for rank in range(ranks)]
 
 
 def _encoded(batch: PrimeMicroBatch) -> msgspec.Raw:
@@ -193,13 +193,13 @@ _State = dict[str, tuple[int, int, int]]
 def _state(folder: Path) -> _State | None:
     """Returns the files of a broadcast; ``None`` unless STABLE exists."""
     try:
-        found = {}
+        states = {}
         for entry in os.scandir(folder):
             about = entry.stat()
-            found[entry.name] = (about.st_ino, about.st_size, about.st_mtime_ns)
+            states[entry.name] = (about.st_ino, about.st_size, about.st_mtime_ns)
     except FileNotFoundError:
         return None
-    return found if "STABLE" in found and not any(name.startswith("tmp-rank") for name in found) else None
+    return states if "STABLE" in states and not any(name.startswith("tmp-rank") for name in states) else None
 
 
 def _marked_last(state: _State) -> bool:
@@ -244,12 +244,12 @@ class PrimeBridge:
 
     def _check(self, path: Path) -> None:
         try:
-            found = json.loads(read_regular(path))
+            owner = json.loads(read_regular(path))
         except FileNotFoundError:
-            found = "another trainer's"
-        if found != self._note:
+            owner = "another trainer's"
+        if owner != self._note:
             raise ConfigError(
-                f"{self._flow.run}: its last step was made with {found}, not {self._note}; prime-rl's trainer would "
+                f"{self._flow.run}: its last step was made with {owner}, not {self._note}; prime-rl's trainer would "
                 "lack the earlier steps: continue with the same settings, or plan a new campaign"
             )
 
@@ -276,13 +276,13 @@ class PrimeBridge:
     def _wait(self, number: int, stage: Path) -> bool:
         """Waits for the weights after a step and copies them. Returns whether they arrived before a cancel."""
         folder = self._output / "broadcasts" / f"step_{number}"
-        broadcast, marks, said = Broadcast(folder), Marks(self._flow.run), time.monotonic()
+        broadcast, marks, reported_at = Broadcast(folder), Marks(self._flow.run), time.monotonic()
         while not broadcast.take(stage):
             self._flow.check()
             if marks.cancelled:
                 return False
-            if time.monotonic() - said > SAY_INTERVAL_S:
-                said = time.monotonic()
+            if time.monotonic() - reported_at > SAY_INTERVAL_S:
+                reported_at = time.monotonic()
                 self._say(f"step {number} waits for {folder / 'STABLE'}; is prime-rl's trainer running?")
             time.sleep(POLL_INTERVAL_S)
         return True
@@ -318,18 +318,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="output_dir of prime-rl's trainer")
     parser.add_argument("--ranks", type=int, default=1, help="its data-parallel ranks (default: 1)")
     parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: the policy's microbatch)")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
     try:
-        if given.ranks < 1:
-            raise ConfigError(f"--ranks {given.ranks}: expected 1 or more")
-        flow = Dataflow(given.run, given.policy, say=say)
+        if options.ranks < 1:
+            raise ConfigError(f"--ranks {options.ranks}: expected 1 or more")
+        flow = Dataflow(options.run, options.policy, say=say)
         try:
-            tokens = given.tokens or flow.settings.microbatch
-            done = PrimeBridge(flow, given.output.absolute(), given.ranks, tokens, say).run()
+            tokens = options.tokens or flow.settings.microbatch
+            done = PrimeBridge(flow, options.output.absolute(), options.ranks, tokens, say).run()
         finally:
             flow.leave()
     except MegaflowError as error:

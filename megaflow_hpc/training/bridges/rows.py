@@ -63,7 +63,7 @@ def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
             f"step {step.number}: this rank holds {packed.sampled} of {chosen.tokens} tokens to train on; open the "
             "Dataflow with one rank, because this trainer divides batches among ranks itself"
         )
-    found = []
+    converted = []
     for s in np.argsort(packed.sample, kind="stable").tolist():
         part = slice(int(packed.offsets[s]), int(packed.offsets[s + 1]))
         row = TrainerRow(
@@ -75,5 +75,5 @@ def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
             advantages=packed.advantages[part],
             weights=packed.weights[part],
         )
-        found.append(row)
-    return found
+        converted.append(row)
+    return converted

@@ -44,12 +44,12 @@ TRL_VERSION = "1.16"
 
 def _check_version() -> None:
     try:
-        found = importlib.metadata.version("trl")
+        version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"TRL is not installed here; pip install 'trl=={TRL_VERSION}.*'") from None
-    if found.rpartition(".")[0] != TRL_VERSION:
+    if version.rpartition(".")[0] != TRL_VERSION:
         raise ConfigError(
-            f"TRL {found}: this bridge uses private methods of TRL {TRL_VERSION}; pip install "
+            f"TRL {version}: this bridge uses private methods of TRL {TRL_VERSION}; pip install "
             f"'trl=={TRL_VERSION}.*', or use this package's trainer (python -m megaflow_hpc.training.trainer)"
         )
 
@@ -145,11 +145,11 @@ class DataflowTrainer(GRPOTrainer):
     """
 
     def __init__(self, flow: Dataflow, model: Any, args: Any, **others: Any) -> None:
-        known = sorted({name for name, _ in LOSSES.values()})
-        if args.loss_type not in known or args.beta or args.use_adaptive_entropy:
+        names = sorted({name for name, _ in LOSSES.values()})
+        if args.loss_type not in names or args.beta or args.use_adaptive_entropy:
             raise ConfigError(
                 f"loss_type {args.loss_type!r}, beta {args.beta:g}: a dataflow's steps support the losses "
-                f"{', '.join(known)}, without a reference model and without adaptive entropy"
+                f"{', '.join(names)}, without a reference model and without adaptive entropy"
             )
         if args.gradient_accumulation_steps != 1:
             raise ConfigError("gradient_accumulation_steps: leave it at 1; training…microbatch cuts minibatches")
@@ -180,13 +180,13 @@ class DataflowTrainer(GRPOTrainer):
         if resume_from_checkpoint is None and commit is not None:
             resume_from_checkpoint = str(self._flow.checkpoint(commit))
         try:
-            found = super().train(resume_from_checkpoint, **others)
+            output = super().train(resume_from_checkpoint, **others)
             newest = self._flow.files.committed()
             if newest is not None and newest.step >= self._flow.config.steps:
                 self._flow.close()
         finally:
             self._flow.leave()
-        return found
+        return output
 
     # --- called by transformers and TRL ---
 
@@ -336,9 +336,9 @@ def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:
     """Converts (T) to (rows, longest), padded with 0."""
-    found = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
-    found[: len(own)][np.arange(found.shape[1]) < own[:, None]] = column
-    return found
+    padded = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
+    padded[: len(own)][np.arange(padded.shape[1]) < own[:, None]] = column
+    return padded
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:

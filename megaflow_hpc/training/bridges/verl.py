@@ -64,15 +64,15 @@ def batch(
     Raises:
         ConfigError: the step has no token to train on, or the dataflow has several ranks.
     """
-    found = rows(step, minibatch)
-    real = len(found)
-    found += [found[0]] * (-real % multiple)
-    padded = proto([_line(row) for row in found], pad_token_id)
+    lines = rows(step, minibatch)
+    real = len(lines)
+    lines += [lines[0]] * (-real % multiple)
+    padded = proto([_line(row) for row in lines], pad_token_id)
     others = {name: padded.pop(name) for name in ("uid", "__num_turns__")}
-    others["min_global_steps"] = np.array([row.versions[row.mask == 1].min() for row in found], np.int32)
-    others["max_global_steps"] = np.array([row.versions[row.mask == 1].max() for row in found], np.int32)
-    padded["advantages"] = _responses(found, [row.advantages for row in found])
-    weights = _responses(found, [row.weights for row in found])
+    others["min_global_steps"] = np.array([row.versions[row.mask == 1].min() for row in lines], np.int32)
+    others["max_global_steps"] = np.array([row.versions[row.mask == 1].max() for row in lines], np.int32)
+    padded["advantages"] = _responses(lines, [row.advantages for row in lines])
+    weights = _responses(lines, [row.weights for row in lines])
     for name in ("response_mask", "advantages", "rm_scores"):
         padded[name][real:] = 0
     padded["returns"] = padded["advantages"].copy()
@@ -99,6 +99,6 @@ def _line(row: TrainerRow) -> dict[str, Any]:
     }
 
 
-def _responses(found: list[TrainerRow], columns: list[NDArray[Any]]) -> NDArray[Any]:
-    lines = [column[row.first :] for row, column in zip(found, columns, strict=True)]
+def _responses(rows: list[TrainerRow], columns: list[NDArray[Any]]) -> NDArray[Any]:
+    lines = [column[row.first :] for row, column in zip(rows, columns, strict=True)]
     return padded_lines(lines, np.float32, 0.0)

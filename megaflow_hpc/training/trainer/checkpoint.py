@@ -48,9 +48,9 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
     """
     from torch.distributed import checkpoint as dcp  # type: ignore[import-not-found]
 
-    place = folder / str(step)
-    if ranks.tell((place / ABOUT_FILE).exists()):
-        return place
+    target = folder / str(step)
+    if ranks.tell((target / ABOUT_FILE).exists()):
+        return target
     staged = folder / ranks.tell(f".{step}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         if ranks.first:
@@ -65,17 +65,17 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
             shapes = {name: list(master.shape) for name, master in optimizer.masters.items()}
             about = {"step": step, "updates": optimizer.updates, "ranks": _kind(ranks), "shapes": shapes}
             write_json(staged / ABOUT_FILE, about)
-            _settle(staged, place)
+            _settle(staged, target)
     except (OSError, CheckpointException) as error:
-        raise SiteError(f"{place}: the checkpoint cannot be written: {_first(error)}") from error
+        raise SiteError(f"{target}: the checkpoint cannot be written: {_first(error)}") from error
     finally:
         if ranks.first:
             remove_tree(staged, ignore_errors=True)
     ranks.barrier()
-    return place
+    return target
 
 
-def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
+def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
     """Reads a checkpoint into the policy, the optimizer and the random generators; returns its step.
 
     Args:
@@ -90,28 +90,28 @@ def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
     from torch.distributed import checkpoint as dcp
 
     try:
-        about = json.loads(read_regular(place / ABOUT_FILE))
+        about = json.loads(read_regular(checkpoint / ABOUT_FILE))
         step, shapes = int(about["step"]), about["shapes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{place}: the checkpoint is incomplete ({error}); remove it, and continue from the previous one"
+            f"{checkpoint}: the checkpoint is incomplete ({error}); remove it, and continue from the previous one"
         ) from None
     ours = {name: list(master.shape) for name, master in optimizer.masters.items()}
     if other := sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name)):
         raise ConfigError(
-            f"{place}: belongs to another model: {other[0]} has the shape {shapes.get(other[0])} there and "
+            f"{checkpoint}: belongs to another model: {other[0]} has the shape {shapes.get(other[0])} there and "
             f"{ours.get(other[0])} in {optimizer.policy.source} ({len(other)} differ); train it in a separate run"
         )
     tensors, random = optimizer.tensors(), _random(ranks)
     if about["ranks"] == _kind(ranks):
         tensors |= {f"random.{ranks.rank}.{name}": state for name, state in random.items()}
-    reader = dcp.HuggingFaceStorageReader(str(place))
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint))
     try:
         with _quiet():
             dcp.load(tensors, storage_reader=reader, no_dist=ranks.count == 1)
     except (OSError, CheckpointException) as error:
         raise ConfigError(
-            f"{place}: is damaged ({_first(error)}); remove it, and continue from the previous one"
+            f"{checkpoint}: is damaged ({_first(error)}); remove it, and continue from the previous one"
         ) from error
     optimizer.updates = int(about["updates"])
     optimizer.round()
@@ -126,8 +126,8 @@ def restore(place: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
 
 def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
     """Removes leftovers of dead trainers and all but the ``keep`` newest checkpoints, never ``needed``."""
-    found = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
-    old = [step for step in found[:-keep] if needed is None or str(step) != needed.name]
+    steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+    old = [step for step in steps[:-keep] if needed is None or str(step) != needed.name]
     for step in old:
         hidden = folder / f".{step}.removing.{secrets.token_hex(4)}"
         os.rename(folder / str(step), hidden)  # disappears at once, even if the removal takes long
@@ -196,22 +196,22 @@ def _random(ranks: ProcessGroup) -> dict[str, Any]:
 
 def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
     """Returns the file number, from 1, of each tensor; the same on every rank."""
-    filled, found = 0, {}
+    filled, numbers = 0, {}
     for name, tensor in tensors.items():
         if not name.startswith("random."):
             filled += tensor.numel() * tensor.element_size()
-            found[name] = 1 + filled // MAX_FILE_BYTES
-    last = max(found.values())
-    return found | {f"random.{rank}.{name}": last for rank in range(ranks.count) for name in ("cpu", "device")}
+            numbers[name] = 1 + filled // MAX_FILE_BYTES
+    last = max(numbers.values())
+    return numbers | {f"random.{rank}.{name}": last for rank in range(ranks.count) for name in ("cpu", "device")}
 
 
-def _settle(staged: Path, place: Path) -> None:
+def _settle(staged: Path, target: Path) -> None:
     """Makes the files durable, then visible by one rename. If two processes do so, one wins; both versions are
     valid."""
     fsync_tree(staged)
     try:
-        os.rename(staged, place)
+        os.rename(staged, target)
     except OSError:
-        if not (place / ABOUT_FILE).exists():
+        if not (target / ABOUT_FILE).exists():
             raise
-    fsync(place.parent)
+    fsync(target.parent)

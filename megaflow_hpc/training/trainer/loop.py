@@ -82,8 +82,8 @@ class TrainingLoop:
         lora = settings.lora.model_dump() if settings.lora else None
         self.policy = load(base, settings.dtype, lora=lora, recompute=settings.recompute).share(ranks)
         self.policy.temperature = flow.temperature
-        given = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm"})
-        self.optimizer = Optimizer(self.policy, **given)
+        options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm"})
+        self.optimizer = Optimizer(self.policy, **options)
         loss, weights = settings.loss, settings.importance
         self.loss = losses.Loss(loss.kind, loss.band, loss.entropy, weights.level, weights.truncate)
         self.stopping = self._waiting = False
@@ -120,10 +120,10 @@ class TrainingLoop:
             metrics = self._train(step, clock)
             self.stopping = bool(self.ranks.tell(self.stopping))
             last = step.number >= flow.config.steps or self.stopping
-            place = None
+            saved = None
             if last or step.number % flow.config.checkpoint_every == 0:
                 with clock("checkpoint"):
-                    place = checkpoint.save(files.checkpoints, step.number, self.optimizer, self.ranks)
+                    saved = checkpoint.save(files.checkpoints, step.number, self.optimizer, self.ranks)
             if step.number > published and self._moved:
                 with clock("publish"):
                     self._publish(step)
@@ -131,9 +131,9 @@ class TrainingLoop:
             seconds = clock.seconds | {"wait": step.wait_s, "plan": step.plan_s}
             metrics["seconds"] = time.perf_counter() - began + step.wait_s + step.plan_s
             metrics |= {f"seconds/{name}": spent for name, spent in seconds.items()}
-            step.commit(place, metrics)
-            if place and self.ranks.first:
-                checkpoint.prune(files.checkpoints, KEPT_CHECKPOINTS, place)
+            step.commit(saved, metrics)
+            if saved and self.ranks.first:
+                checkpoint.prune(files.checkpoints, KEPT_CHECKPOINTS, saved)
             yield {"step": float(step.number), **step.statistics(), **metrics}
             if self.stopping:
                 return
@@ -178,19 +178,19 @@ class TrainingLoop:
         rate = self.flow.settings.optimizer.rate(step.number, self.flow.config.steps)
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._judge(step, clock) if several else None
-        found: list[dict[str, float]] = []
+        minibatch_metrics: list[dict[str, float]] = []
         whole, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
         for minibatch in minibatches:
             tally, norm = self._update(minibatch, proximal, rate, clock)
-            found.append(tally.report() | {"grad_norm": norm})
+            minibatch_metrics.append(tally.report() | {"grad_norm": norm})
             whole.join(tally)
             if seen.isdisjoint(minibatch.rollouts):  # on tokens it was trained on, the policy is biased
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
-        names = found[0] if found else {}
-        metrics = {name: sum(each[name] for each in found) / len(found) for name in names}
-        metrics |= {name: max(each[name] for each in found) for name in names if name in losses.MAXIMA}
+        names = minibatch_metrics[0] if minibatch_metrics else {}
+        metrics = {name: sum(each[name] for each in minibatch_metrics) / len(minibatch_metrics) for name in names}
+        metrics |= {name: max(each[name] for each in minibatch_metrics) for name in names if name in losses.MAXIMA}
         metrics |= whole.mismatches() | fresh.sampling()
         rewards = [rollout.reward for rollout in step.plan.rollouts if rollout.reward is not None]
         passed = sum(reward >= PASS_REWARD for reward in rewards) / len(rewards) if rewards else math.nan
@@ -199,7 +199,7 @@ class TrainingLoop:
             "pass_rate": passed,
             "version": float(step.plan.version),
             "lr": rate,
-            "updates": float(len(found)),
+            "updates": float(len(minibatch_metrics)),
             "tokens_per_s": whole.rows / busy if busy else 0.0,
         }
 

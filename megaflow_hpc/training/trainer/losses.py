@@ -192,11 +192,11 @@ def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
         batches: all micro-batches of the minibatch on all ranks.
         threshold: τ of the paper.
     """
-    found = [torch.zeros(0)]
+    ratios = [torch.zeros(0)]
     for batch in batches:
         log_ratio = torch.where(batch.mask, batch.proximal - batch.engine, torch.zeros_like(batch.proximal))
-        found.append(log_ratio[log_ratio * batch.advantages > 0].cpu())
-    squares = torch.cat(found).double().square().sort().values
+        ratios.append(log_ratio[log_ratio * batch.advantages > 0].cpu())
+    squares = torch.cat(ratios).double().square().sort().values
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
     kept = int((means <= threshold).sum())
     return math.sqrt(float(squares[kept])) if kept < len(squares) else math.inf
@@ -222,11 +222,11 @@ def report(statistics: Statistics) -> dict[str, float]:
     """
     sums = {name: float(value) for name, value in statistics.items()}
     tokens = max(sums["tokens"], 1.0)
-    found = {name: sums[name] / tokens for name in _MEANS}
+    means = {name: sums[name] / tokens for name in _MEANS}
     return {
         "loss": sums["loss"],
-        **found,
-        "clipped": found["clipped_low"] + found["clipped_high"],
+        **means,
+        "clipped": means["clipped_low"] + means["clipped_high"],
         "effective": sums["drift"] ** 2 / (sums["drift_squares"] * tokens) if sums["tokens"] else 1.0,
         **{name: sums[name] for name in sorted(MAXIMA)},
     }
@@ -327,8 +327,8 @@ def _statistics(
         "surplus": surplus,
         "surplus_squares": surplus.square(),
     }
-    found = {name: torch.where(mask, value.double(), 0.0).sum() for name, value in sums.items()}
+    totals = {name: torch.where(mask, value.double(), 0.0).sum() for name, value in sums.items()}
     nothing = torch.zeros(1, dtype=torch.float64, device=mask.device)  # an empty batch has no maximum
-    found["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
-    found["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
-    return found
+    totals["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
+    totals["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
+    return totals

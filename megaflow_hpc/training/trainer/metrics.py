@@ -48,16 +48,16 @@ class WeightedMean:
 
     def add(self, batch: MicroBatch, tokens: losses.Tokens, sums: losses.Statistics) -> None:
         """Adds a micro-batch, with the statistics of its loss."""
-        found = WeightedMean()
-        found._sums, found.rows = sums, len(batch.tokens)
-        if found.rows:
+        mean = WeightedMean()
+        mean._sums, mean.rows = sums, len(batch.tokens)
+        if mean.rows:
             chosen = batch.mask == 1
             apart = np.abs(batch.logprobs - tokens.proximal.cpu().numpy())[chosen].astype(np.float64)
             versions = batch.versions[chosen]
             for version in np.unique(versions).tolist():
                 of_it = apart[versions == version]
-                found._versions[version] = float(of_it.sum()), len(of_it)
-        self.join(found)
+                mean._versions[version] = float(of_it.sum()), len(of_it)
+        self.join(mean)
 
     def join(self, other: WeightedMean) -> None:
         """Adds the statistics of another instance."""
@@ -70,10 +70,10 @@ class WeightedMean:
     def of_all(self, ranks: ProcessGroup) -> WeightedMean:
         """Returns the statistics of all ranks, on every rank. All ranks must call it."""
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
-        found = WeightedMean()
+        mean = WeightedMean()
         for part in ranks.gather(self):
-            found.join(part)
-        return found
+            mean.join(part)
+        return mean
 
     def report(self) -> dict[str, float]:
         """Returns readable metrics; see :func:`~megaflow_hpc.training.trainer.losses.report`."""

@@ -66,11 +66,11 @@ class ProcessGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, on every rank."""
-        found = [value]
+        values = [value]
         if self.count > 1:
-            found = [None] * self.count
-            dist.all_gather_object(found, value)
-        return found
+            values = [None] * self.count
+            dist.all_gather_object(values, value)
+        return values
 
     def leave(self) -> None:
         """Waits for all ranks, then leaves the group. A rank that just exits would take the others down."""
@@ -303,11 +303,11 @@ def _alone(policy: PolicyModel) -> Any:
     """Returns the log-probabilities of :func:`_row`, sequence by sequence through the model's own forward and head."""
     tokens, offsets = _row(policy.words)
     policy.eval()
-    found = []
+    tensors = []
     for begin, end in pairwise(offsets):
         logits = policy.causal(input_ids=tokens[None, begin:end], use_cache=False).logits[0].float()
-        found.append(torch.log_softmax(logits[:-1], -1).gather(-1, tokens[begin + 1 : end, None])[:, 0])
-    return torch.cat(found)
+        tensors.append(torch.log_softmax(logits[:-1], -1).gather(-1, tokens[begin + 1 : end, None])[:, 0])
+    return torch.cat(tensors)
 
 
 @torch.no_grad()

@@ -118,12 +118,12 @@ class Optimizer:
     def tensors(self) -> dict[str, Any]:
         """Returns masters and moments by name, not copied, so that reading a checkpoint into them restores the
         state."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for name, master in self.masters.items():
             state = self._state(master)
-            found |= {f"master.{name}": master.detach()}
-            found |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
-        return found
+            tensors |= {f"master.{name}": master.detach()}
+            tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
+        return tensors
 
     def _state(self, master: Any) -> dict[str, Any]:
         """Returns AdamW's state of a parameter; before the first step, creates it as AdamW would."""
