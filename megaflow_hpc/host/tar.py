@@ -120,8 +120,10 @@ class TarReader:
         self._left = size if kind == "file" else 0
         self._padding = -self._left % BLOCK
         mode = _number(header[100:108]) & 0o7777
-        uid, gid = _said(header[108:116], extended.get(b"uid")), _said(header[116:124], extended.get(b"gid"))
-        return Member(name, kind, self._left, mode, target, uid, gid, _said(header[136:148], extended.get(b"mtime")))
+        uid = _optional_number(header[108:116], extended.get(b"uid"))
+        gid = _optional_number(header[116:124], extended.get(b"gid"))
+        modified_at = _optional_number(header[136:148], extended.get(b"mtime"))
+        return Member(name, kind, self._left, mode, target, uid, gid, modified_at)
 
     def content(self) -> Iterator[bytes]:
         """Yields the remaining content of the file read last, in pieces.
@@ -169,7 +171,7 @@ def _number(field: bytes) -> int:
     return int(text or b"0", 8)
 
 
-def _said(field: bytes, extended: bytes | None) -> int:
+def _optional_number(field: bytes, extended: bytes | None) -> int:
     """Return a number that nothing depends on. 0 if it is invalid."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])

@@ -105,19 +105,19 @@ class CampaignBudget:
         limits = self.limits()
         core_h, gpu_h, wall = (limits[name] for name in LIMITS)
         if core_h is not None:
-            used_h = sum(self._said(name, lease, "core_s") for name, lease in leases.items()) / 3600
+            used_h = sum(self._lease_value(name, lease, "core_s") for name, lease in leases.items()) / 3600
             if used_h >= core_h:
                 return f"{used_h:.2f} core-hours are used, limits.core_hours is {core_h:g}"
         if gpu_h is not None and (used_h := self._gpu_s() / 3600) >= gpu_h:
             return f"{used_h:.2f} GPU-hours are used, limits.gpu_hours is {gpu_h:g}"
         if wall is not None:
-            began = min((self._said(name, lease, "began_at") for name, lease in leases.items()), default=time.time())
-            wall_h = (time.time() - began) / 3600
+            starts = [self._lease_value(name, lease, "began_at") for name, lease in leases.items()]
+            wall_h = (time.time() - min(starts, default=time.time())) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
         return ""
 
-    def _said(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
+    def _lease_value(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
         """Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the
         events."""
         if (value := measured(lease.get(what))) is not None:

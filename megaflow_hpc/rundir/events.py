@@ -285,7 +285,7 @@ class EventReader(Generic[T]):
                 self._offsets[path], first = self._begin(path)
             offset = self._offsets.get(path, 0)
             try:
-                lines, self._offsets[path] = self._appended(path, offset)
+                lines, self._offsets[path] = self._read_appended(path, offset)
             except OSError:
                 if first:
                     yield path.stem, [*first]
@@ -297,7 +297,7 @@ class EventReader(Generic[T]):
             decoded = (decode(line) for line in lines if self._mark in line and self._about in line)
             yield path.stem, [*first, *(event for event in decoded if event is not None)]
 
-    def _appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
+    def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
         """Returns the whole lines behind ``offset``, and where they end."""
         file = self._open.pop(path, None)
         if file is None:

@@ -223,12 +223,12 @@ class RolloutLog:
         texts = [(event.t, describe(event)) for _, events in self._events.read() for event in events]
         self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
         lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
-        for log in self._grown():
+        for log in self._changed_logs():
             while grown := log.read():
                 lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
         return lines
 
-    def _grown(self) -> list[GrowingLog]:
+    def _changed_logs(self) -> list[GrowingLog]:
         """Return the pods' logs whose length has changed since the last read."""
         pods = [log for log in all_logs(self._run) if log.role == "pod"]
         left = SEARCHED_BYTES

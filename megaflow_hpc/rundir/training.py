@@ -109,7 +109,7 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
     write_atomic(run.training / policy / "last", line + end)
 
 
-class Wish(msgspec.Struct, frozen=True):
+class GpuRequest(msgspec.Struct, frozen=True):
     """The trainer's file. It means that the trainer wants the GPUs or has them."""
 
     turn: str
@@ -119,7 +119,7 @@ class Wish(msgspec.Struct, frozen=True):
     boot: str
 
 
-class Given(msgspec.Struct, frozen=True):
+class GpuGrant(msgspec.Struct, frozen=True):
     """The server's file. None of its engines uses the GPUs while the trainer's file exists and its process lives."""
 
     turn: str
@@ -139,17 +139,17 @@ class SharedGpu:
         name = f"gpu-{os.environ.get('SLURM_JOB_ID') or 'local'}-{node_name()}"
         folder = run.training / policy
         self._wish_file, self._given_file = folder / f"{name}.wanted", folder / f"{name}.given"
-        self._wish: Wish | None = None
+        self._wish: GpuRequest | None = None
 
     # --- used by the trainer ---
 
     def want(self, turn: str, process: Identity) -> None:
         """Requests the GPUs, for as long as the process lives or until :meth:`release`."""
-        write_atomic(self._wish_file, msgspec.json.encode(Wish(turn, str(process), boot_id())))
+        write_atomic(self._wish_file, msgspec.json.encode(GpuRequest(turn, str(process), boot_id())))
 
-    def given(self, turn: str) -> Given | None:
+    def given(self, turn: str) -> GpuGrant | None:
         """Returns the server's answer to this turn. ``None`` while it does not release the GPUs for it."""
-        given = try_read_json(self._given_file, Given)
+        given = try_read_json(self._given_file, GpuGrant)
         return given if given and given.turn == turn else None
 
     def release(self) -> None:
@@ -161,7 +161,7 @@ class SharedGpu:
     def wanted(self) -> str:
         """Returns the turn of a live trainer that wants or has the GPUs. Empty without one."""
         try:
-            self._wish = read_json(self._wish_file, Wish)
+            self._wish = read_json(self._wish_file, GpuRequest)
         except FileNotFoundError:
             self._wish = None
         except (OSError, ValueError):  # the file system is temporarily unavailable: keep the last answer
@@ -170,7 +170,7 @@ class SharedGpu:
         process = Identity.parse(wish.process) if wish and wish.boot == boot_id() else None
         return wish.turn if wish and process and process.alive() else ""
 
-    def give(self, given: Given) -> None:
+    def give(self, given: GpuGrant) -> None:
         """Releases the GPUs to a turn. Raises OSError."""
         write_atomic(self._given_file, msgspec.json.encode(given))
 

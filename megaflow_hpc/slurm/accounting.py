@@ -166,7 +166,7 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
     starts_by_job: StartsByJob = {}
     final: StartsByJob = {}
     for cluster, numbers in by_cluster(job for job in job_ids if job not in cached).items():
-        answered, open_ = _asked(cluster, numbers)
+        answered, open_ = _query(cluster, numbers)
         starts_by_job |= answered
         final |= {job: starts for job, starts in answered.items() if job not in open_}
     if kept is not None and final:
@@ -177,7 +177,7 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
     return [start for job in job_ids for start in every.get(job, ())]
 
 
-def _asked(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
+def _query(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
     """Query one cluster. Returns the starts by job, and the jobs that are not final yet."""
     output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
     starts_by_job: StartsByJob = {}

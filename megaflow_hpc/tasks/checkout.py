@@ -173,13 +173,13 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
         aside = Path(sandbox.directory, "layer", "git-aside")
         moved: list[bool] = []
 
-        def lay_bare(paths: LayerPaths) -> None:
+        def set_changes_aside(paths: LayerPaths) -> None:
             moved.append(upperdir.set_aside(paths.upper, where, aside))
 
         def put_back(paths: LayerPaths) -> None:
             upperdir.replace(paths.upper, where, aside)
 
-        await sandbox.restart(change=lay_bare)
+        await sandbox.restart(change=set_changes_aside)
         if moved[0]:
             try:
                 patch = await _read(sandbox, start)

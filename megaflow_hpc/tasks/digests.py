@@ -40,7 +40,7 @@ class FixedFiles(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, paths: Sequence[str]) -> FixedFiles:
         """Returns the digests of the current files. Raises OSError."""
-        return cls(tuple(paths), _content(paths), _seen(paths))
+        return cls(tuple(paths), _content_digest(paths), _metadata_digest(paths))
 
 
 def fixed(tasks: Sequence[Task]) -> list[Task]:
@@ -89,8 +89,8 @@ def check_unchanged(task: Task) -> None:
         return
     fixed = msgspec.convert(recorded, FixedFiles)
     try:
-        seen = _seen(fixed.paths)
-        if seen == fixed.seen or _content_as_seen(fixed.paths, seen) == fixed.content:
+        seen = _metadata_digest(fixed.paths)
+        if seen == fixed.seen or _cached_content_digest(fixed.paths, seen) == fixed.content:
             return
         last = max(_files(fixed.paths), key=lambda file: file[2].st_mtime_ns)[1]
     except OSError as error:
@@ -113,7 +113,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
             waiting += [(f"{name}/{entry}", f"{path}/{entry}") for entry in reversed(entries)]
 
 
-def _seen(paths: Sequence[str]) -> str:
+def _metadata_digest(paths: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, _, status in _files(paths):
         regular = stat.S_ISREG(status.st_mode)  # directories are represented by their entries
@@ -122,7 +122,7 @@ def _seen(paths: Sequence[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _content(paths: Sequence[str]) -> str:
+def _content_digest(paths: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, path, status in _files(paths):
         digest.update(repr((os.fsencode(name), stat.filemode(status.st_mode))).encode())
@@ -136,7 +136,7 @@ def _content(paths: Sequence[str]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _content_as_seen(paths: tuple[str, ...], seen: str) -> str:
+def _cached_content_digest(paths: tuple[str, ...], seen: str) -> str:
     """Returns the content hash, cached by ``seen``. A run that was copied with its tasks has new times for the same
     content."""
-    return _content(paths)
+    return _content_digest(paths)

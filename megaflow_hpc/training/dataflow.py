@@ -38,7 +38,7 @@ from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
 from megaflow_hpc.rundir.weights import ordinals
 from megaflow_hpc.training.buffer import Sequences
-from megaflow_hpc.training.evaluation import ask
+from megaflow_hpc.training.evaluation import request_evaluation
 from megaflow_hpc.training.plan import RecordPlace, StepPlan, TrainingFiles
 from megaflow_hpc.training.planning import Planning
 from megaflow_hpc.training.pod_watch import PodWatch
@@ -227,8 +227,7 @@ class Dataflow:
         self.request()
         evaluate = self.config.evaluate
         if evaluate and self._requests and commit.step % evaluate.every == 0:
-            held_out = sorted(self.trained.held_out)
-            ask(self.run, self.policy, self.trained.agent, held_out, evaluate.samples, commit.step, self.trained.pods)
+            request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def request(self) -> None:
         """Requests the batches that are due. Only rank 0 does."""

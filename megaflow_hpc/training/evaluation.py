@@ -6,7 +6,6 @@ Evaluation rollouts are ordinary ones whose round is the step's number. Their to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from megaflow_hpc.ledger import add_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.trajectories.reading.store import open_trajectories
 from megaflow_hpc.types import Rollout, round_of
 
@@ -31,14 +31,15 @@ class Evaluation:
     """Share of rollouts that passed."""
 
 
-def ask(run: RunDir, policy: str, agent: str, tasks: Sequence[str], samples: int, step: int, pods: int) -> None:
+def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: int) -> None:
     """Requests the held-out tasks after a step. Repeating the call requests nothing new.
 
     Raises:
         OSError: the run directory does not answer.
     """
-    rollouts = [Rollout(task, policy, sample, agent, step) for task in tasks for sample in range(samples)]
-    add_blocks(run, rollouts, token=f"{policy}.evaluate.{step:06d}", pods=pods)
+    tasks = sorted(policy.held_out)
+    rollouts = [Rollout(task, policy.name, sample, policy.agent, step) for task in tasks for sample in range(samples)]
+    add_blocks(run, rollouts, token=f"{policy.name}.evaluate.{step:06d}", pods=policy.pods)
 
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:

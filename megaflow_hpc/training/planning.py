@@ -237,7 +237,7 @@ class Planning:
             OSError: the run directory does not answer; the next call continues.
         """
         if self._view is None:
-            self._view = self._opened(step)
+            self._view = self._rebuild_view(step)
         view, over = self._view, self._flags.over  # before the poll: what is stored until then is seen by it
         view.buffer.poll()
         version = self._ordinal(current(self._run, self._policy.name).version)
@@ -254,7 +254,7 @@ class Planning:
         learned: dict[str, object] = self._view.planner.learned.get("prompts", {}) if self._view else {}
         return learned
 
-    def _opened(self, step: int) -> _View:
+    def _rebuild_view(self, step: int) -> _View:
         """Returns the rollouts that the plans before ``step`` left unsettled."""
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})

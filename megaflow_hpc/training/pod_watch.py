@@ -80,11 +80,11 @@ class PodWatch:
         """
         now = self._clock()
         if now >= self._next_at:
-            self._said = self._found(now)
+            self._said = self._describe_absence(now)
             self._next_at = now + max(POLL_INTERVAL_S, len(self._seen) / MAX_READS_PER_S)
         return self._said
 
-    def _found(self, now: float) -> str:
+    def _describe_absence(self, now: float) -> str:
         leases = {name: lease.get("counter") for name, lease in self._ledger.leases().items() if not lease.get("ended")}
         if any(self._seen.get(name) != counter for name, counter in leases.items()):
             self._alive_at = now

@@ -12,7 +12,7 @@ import pytest
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.view.app import Polled, WatchApp
-from megaflow_hpc.cli.view.detail import DetailScreen, known
+from megaflow_hpc.cli.view.detail import DetailScreen, facts_about
 from megaflow_hpc.cli.view.reader import RunView
 from megaflow_hpc.cli.view.tables import RolloutRows, RolloutTable
 from megaflow_hpc.monitor.live import Live
@@ -110,7 +110,7 @@ def test_what_a_rollout_used_is_said_where_it_is_known(planned: Run) -> None:
     for rollout in ("a/b/0", "a/b/1"):
         row = Live(planned.dir, planned.monitor).look(planned.status()).rollouts.of(rollout)
         assert row is not None
-        told[rollout] = known(row)[-1].plain
+        told[rollout] = facts_about(row)[-1].plain
     assert told == {
         "a/b/0": "not verified  3 turns  12.2 s of CPU, at most 103 MB of memory",
         "a/b/1": "not verified  3 turns",

@@ -111,7 +111,7 @@ def test_what_accounting_says_is_kept_through_no_link(run: RunDir, mine: Path, m
         asked.append(list(numbers))
         return {"7": []}, set()
 
-    monkeypatch.setattr(accounting, "_asked", said)
+    monkeypatch.setattr(accounting, "_query", said)
     before = contents(mine)
     assert accounting.efficiencies(["7"], run.accounting) == []
     assert asked

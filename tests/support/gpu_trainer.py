@@ -9,7 +9,7 @@ import aiohttp
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.training import Given, SharedGpu
+from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
 from tests.support.serving import Servers
 from tests.support.waiting import until
 
@@ -31,7 +31,7 @@ class Trainer:
         self.gpu.want(turn, self.identity)
         return turn
 
-    def take(self) -> Given:
+    def take(self) -> GpuGrant:
         """Waits until the GPUs are given."""
         turn = self.want()
         until(lambda: self.gpu.given(turn), "the GPUs are given", 30, 0.02)

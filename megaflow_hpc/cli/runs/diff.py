@@ -74,11 +74,11 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
         "duration_s": [round(row.finished_at - row.started_at, 3) for row in (left, right)],
         "turns": [len(row.turns) for row in (left, right)],
         "conversations": [len(row.conversations) for row in (left, right)],
-        "messages": [len(_told(row)) for row in (left, right)],
+        "messages": [len(_conversation_records(row)) for row in (left, right)],
         "tokens": [sum(len(view.tokens) for view in row.sequences) for row in (left, right)],
         "artifacts": [{a.name: len(a.data) for a in row.artifacts} for row in (left, right)],
     }
-    messages = list(zip_longest(_told(left), _told(right)))
+    messages = list(zip_longest(_conversation_records(left), _conversation_records(right)))
     common = next((number for number, (a, b) in enumerate(messages) if a != b), len(messages))
     return {
         "ids": [left.id, right.id],
@@ -99,7 +99,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
     }
 
 
-def _told(row: Row) -> list[dict[str, Any]]:
+def _conversation_records(row: Row) -> list[dict[str, Any]]:
     """Return the messages of the main conversation, then the messages that each other conversation adds."""
     conversations = row.conversations
     first = main(conversations, row.policy) if conversations else 0

@@ -63,11 +63,11 @@ def _shell(arguments: argparse.Namespace) -> int:
         raise ConfigError("--json: only with --command; a shell is for a person")
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("shell: standard input and output are not a terminal; give --command CMD")
-    rollout, patch = _found(run, record, arguments.id)
+    rollout, patch = _rollout_and_patch(run, record, arguments.id)
     return asyncio.run(_until_signalled(_look_in(arguments, run, record, rollout, b"" if arguments.fresh else patch)))
 
 
-def _found(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
+def _rollout_and_patch(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
     """Return the id of a planned rollout and its patch. The patch is empty if none is stored."""
     from megaflow_hpc.trajectories import open_trajectories
 

@@ -91,7 +91,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
         while True:
             status = run.status()
             tend()
-            over, news = run.over(status), told(status)
+            over, news = run.over(status), noteworthy(status)
             if arguments.json:
                 if over or news != shown:
                     print_json(status, indent=None)
@@ -105,7 +105,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
             time.sleep(max(0.1, arguments.every))
 
 
-def told(status: Mapping[str, Any]) -> Any:
+def noteworthy(status: Mapping[str, Any]) -> Any:
     """Returns the parts of a status whose change is worth a new line."""
     return (
         status["state"],

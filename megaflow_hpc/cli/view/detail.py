@@ -81,7 +81,7 @@ class DetailScreen(Screen[None]):
         """Shows the result of a poll."""
         if look.snapshot is not None:
             row = look.snapshot.rollouts.of(self.key)
-            lines = known(row) if row else _part(self.key, look.snapshot)
+            lines = facts_about(row) if row else _part(self.key, look.snapshot)
             if look.problem:
                 lines.append(Text(in_one_line(look.problem), "bold red"))
             grown, self._known = len(lines) != self._known, len(lines)
@@ -151,7 +151,7 @@ class DetailScreen(Screen[None]):
         self._body.scroll_end(animate=False)
 
 
-def known(row: RolloutRow) -> list[Text]:
+def facts_about(row: RolloutRow) -> list[Text]:
     """Returns the facts about a rollout, without transcript and log."""
     place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]

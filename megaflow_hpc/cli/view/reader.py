@@ -109,17 +109,17 @@ class RunReader(threading.Thread):
             status = self._run.status()
             snapshot, over = self.live.look(status), self._run.over(status)
         except Exception as error:  # whatever the error was, the next poll may succeed
-            return RunView(problem=f"cannot be read now: {_said(error)}")
+            return RunView(problem=f"cannot be read now: {_error_text(error)}")
         detail, problem = None, ""
         if key := self.live.opened:
             try:
                 detail = self._detail(key, snapshot)
             except Exception as error:  # a damaged file of one rollout must not hide the others
-                detail = Detail(key, said=f"cannot be read: {_said(error)}")
+                detail = Detail(key, said=f"cannot be read: {_error_text(error)}")
         try:
             tend()
         except Exception as error:
-            problem = f"nothing can be added from here: {_said(error)}"
+            problem = f"nothing can be added from here: {_error_text(error)}"
         return RunView(snapshot, detail, problem, over)
 
     def _detail(self, key: str, snapshot: RunSnapshot) -> Detail:
@@ -169,7 +169,7 @@ class RunReader(threading.Thread):
         return self._log.read()
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, (MegaflowError, OSError)) else repr(error)
 
 

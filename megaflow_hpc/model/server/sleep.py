@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.weight_updates import RELOADERS, WeightUpdater, post
-from megaflow_hpc.rundir.training import Given, SharedGpu
+from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
 
 MOVE_S = 300.0
 """Timeout in seconds of falling asleep and of waking: some hundred gigabytes to the host's memory and back."""
@@ -53,7 +53,7 @@ class Sleeper:
         while not self._leave.is_set() and (turn := self._gpu.wanted()):
             if turn != given:
                 with contextlib.suppress(OSError):  # it is tried again
-                    self._gpu.give(Given(turn, self._wake_s))
+                    self._gpu.give(GpuGrant(turn, self._wake_s))
                     self._say("the trainer has the GPUs")
                     given, self._wake_s = turn, 0.0
             await asyncio.sleep(LOOK_S)

@@ -37,7 +37,7 @@ def read_rewards(logs: Path) -> dict[str, float]:
         ValueError: the reward is missing or not a finite number, or the two files disagree.
     """
     by_file: dict[str, dict[str, float]] = {}
-    with _opened(logs) as directory:
+    with _open_logs(logs) as directory:
         for name in REWARD_FILES:
             data = _read_plain(directory, name, MAX_REWARD_BYTES)
             if data is not None:
@@ -54,7 +54,7 @@ def read_logs(logs: Path) -> list[Artifact]:
     """Reads the other small plain files that the tests left in ``/logs/verifier``."""
     artifacts: list[Artifact] = []
     left = LOGS_LIMIT
-    with contextlib.suppress(ValueError), _opened(logs) as directory:
+    with contextlib.suppress(ValueError), _open_logs(logs) as directory:
         with os.scandir(directory) as entries:
             names = sorted(entry.name for entry in itertools.islice(entries, MAX_LOG_ENTRIES))
         for name in names:
@@ -68,7 +68,7 @@ def read_logs(logs: Path) -> list[Artifact]:
 
 
 @contextlib.contextmanager
-def _opened(logs: Path) -> Iterator[int]:
+def _open_logs(logs: Path) -> Iterator[int]:
     """Opens the directory, even if the tests have changed its mode."""
     try:
         directory = open_directory(str(logs))

@@ -34,7 +34,7 @@ PROMPTS = ("Find the fault.", "Read the log.")
 
 
 @dataclass(frozen=True)
-class Given:
+class GpuGrant:
     """One answer."""
 
     call: int
@@ -64,13 +64,13 @@ class Engine:
     """All models at one address."""
 
     seed: str = ""
-    given: list[Given] = field(default_factory=list)
+    given: list[GpuGrant] = field(default_factory=list)
     delays: dict[int, float] = field(default_factory=dict)
     """Seconds that an answer takes, by its call."""
     working: int = 0
     _count: int = 0
     _rendered: dict[str, tuple[dict[str, Any], list[int]]] = field(default_factory=dict)
-    _sampled: dict[str, Given] = field(default_factory=dict)
+    _sampled: dict[str, GpuGrant] = field(default_factory=dict)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
@@ -106,13 +106,13 @@ class Engine:
 
     # --- the answers -----------------------------------------------------------------------------------------------
 
-    async def _sample(self, body: Mapping[str, Any], prompt: list[int]) -> list[Given]:
+    async def _sample(self, body: Mapping[str, Any], prompt: list[int]) -> list[GpuGrant]:
         call = body.get("max_completion_tokens") or body["max_tokens"]
         await asyncio.sleep(self.delays.get(call, 0.0))
         choices = range(body.get("n") or 1)
         return [self._draw(call, choice, body, prompt) for choice in choices]
 
-    def _draw(self, call: int, choice: int, body: Mapping[str, Any], prompt: list[int]) -> Given:
+    def _draw(self, call: int, choice: int, body: Mapping[str, Any], prompt: list[int]) -> GpuGrant:
         draw, model = random.Random(f"{self.seed}/{call}/{choice}"), body["model"]
         number = self._count
         self._count += 1
@@ -135,7 +135,7 @@ class Engine:
             tokens = [UNIQUE + number * 256 + token if token < 256 else token for token in tokens]
         logprobs = [-(len(self.given) * 2**11 + place + 1) / 2**20 for place in range(len(tokens))]
         assert len(tokens) < 2**11
-        found = Given(
+        found = GpuGrant(
             *(call, choice, model, body["messages"], message, prompt, tokens, logprobs, finish),
             id=f"answer-{call}",
             number=number,
@@ -208,7 +208,7 @@ def _call(draw: random.Random, names: Sequence[str], number: int, unique: str) -
     return {"id": key, "type": "function", "function": {"name": name, "arguments": written}}
 
 
-def _scores(answer: Given) -> list[dict[str, Any]]:
+def _scores(answer: GpuGrant) -> list[dict[str, Any]]:
     return [{"token": "?", "logprob": score, "top_logprobs": []} for score in answer.logprobs]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.model.gateway.trees.clients import Said
-from tests.model.gateway.trees.engine import Given
+from tests.model.gateway.trees.engine import GpuGrant
 
 Key = str
 
@@ -19,7 +19,7 @@ def packed(*parts: Any) -> Key:
     return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
-def key_of(one: Given) -> Key:
+def key_of(one: GpuGrant) -> Key:
     told = one.tells_tokens
     columns = brief(one.prompt, one.tokens, one.logprobs) if told else brief([], [], [])
     return packed(asked_form(one.asked), exact(one.message), *columns, one.finish_reason, one.model)
@@ -61,7 +61,7 @@ def plain_id(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_-]", "_", name)
 
 
-def atif_key(one: Given) -> Key:
+def atif_key(one: GpuGrant) -> Key:
     steps: list[Any] = []
     for message in one.asked:
         if message["role"] != "tool":

@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
 from tests.model.gateway.trees.clients import Said
-from tests.model.gateway.trees.engine import MODELS, START, UNIQUE, Given
+from tests.model.gateway.trees.engine import MODELS, START, UNIQUE, GpuGrant
 from tests.model.gateway.trees.keys import (
     Key,
     atif_key,
@@ -59,18 +59,18 @@ class Oracle:
         policy: The rollout's own.
     """
 
-    def __init__(self, given: Sequence[Given], exchanges: Sequence[Exchange], policy: str) -> None:
+    def __init__(self, given: Sequence[GpuGrant], exchanges: Sequence[Exchange], policy: str) -> None:
         self.policy = policy
         self.exchanges = {exchange.request.call: exchange for exchange in exchanges}
         self.given = [
             one for one in given if one.call in self.exchanges
         ]  # another's may come late: its client has left
-        self._known: dict[Callable[[Given], Key], list[Key]] = {}
+        self._known: dict[Callable[[GpuGrant], Key], list[Key]] = {}
         self.answers = {(one.call, one.choice): one for one in self.given}
         twice = [one for one in self.given if self.answers[one.call, one.choice] is not one]
         expect(not twice, "a call was made twice:", *twice[:1], *(self.exchanges[one.call] for one in twice[:1]))
 
-    def got(self, one: Given) -> bool:
+    def got(self, one: GpuGrant) -> bool:
         """Whether the client got the answer."""
         return self.exchanges[one.call].replies is not None
 
@@ -89,7 +89,7 @@ class Oracle:
                 expect(said.thought == thought_of(told), "thought", said, told)
                 expect([(c.id, c.name, c.values) for c in said.calls] == calls_of(told), "calls", said, told)
 
-    def _check_asked(self, one: Given, said: Sequence[Said]) -> None:
+    def _check_asked(self, one: GpuGrant, said: Sequence[Said]) -> None:
         where = f"call {one.call}"
         expect(len(one.asked) == len(said), where, "messages", one.asked, said)
         for place, (asked, sent) in enumerate(zip(one.asked, said, strict=True)):
@@ -111,11 +111,11 @@ class Oracle:
             expect(thought_of(asked) in thoughts, at, "the thought", thought_of(asked), "is none of", thoughts, sent)
         self._check_prompt(one)
 
-    def _meant_by(self, said: Sequence[Said], place: int, origin: Given | None) -> list[Given]:
+    def _meant_by(self, said: Sequence[Said], place: int, origin: GpuGrant | None) -> list[GpuGrant]:
         """Returns the answers that a message may be: its own, or if nobody can tell, all that say the same there."""
         before = [meant(each) for each in said[:place]]
 
-        def here(one: Given) -> bool:
+        def here(one: GpuGrant) -> bool:
             earlier = self.exchanges[one.call].request.messages
             return len(earlier) == place and [meant(each) for each in earlier] == before
 
@@ -125,7 +125,7 @@ class Oracle:
         same = [one for one in self.given if text_of(one.message).strip() == said[place].text.strip() and here(one)]
         return same if origin is None else [origin, *same]
 
-    def _check_prompt(self, one: Given) -> None:
+    def _check_prompt(self, one: GpuGrant) -> None:
         """Sampled ids in a prompt are of an answer that says what the engine was asked at that place."""
         numbers, place = {each.number: each for each in self.given}, -1
         for token in one.prompt:
@@ -152,7 +152,7 @@ class Oracle:
         self._check_atif(json.loads(json.dumps(atif.document(row, "trees"), allow_nan=False)))
         self._check_report(row)
 
-    def _compare(self, name: str, found: Iterable[Key], key: Callable[[Given], Key]) -> None:
+    def _compare(self, name: str, found: Iterable[Key], key: Callable[[GpuGrant], Key]) -> None:
         """Compares the calls of a format with the engine's, both as keys."""
         kept = Counter(found)
         must = Counter(known for known, one in zip(self._keys(key), self.given, strict=True) if self.got(one))
@@ -161,7 +161,7 @@ class Oracle:
         expect(not lost, f"{name}: {len(lost)} calls are missing:", *list(lost)[:1], "\nwrong:", *list(wrong)[:1])
         expect(not wrong, f"{name}: {len(wrong)} calls that were not made so:", *list(wrong)[:1])
 
-    def _keys(self, key: Callable[[Given], Key]) -> list[Key]:
+    def _keys(self, key: Callable[[GpuGrant], Key]) -> list[Key]:
         """Returns the keys of the engine's answers."""
         if key not in self._known:
             self._known[key] = [key(one) for one in self.given]
@@ -182,9 +182,9 @@ class Oracle:
                 expect(masked == mine, "loss_mask")
                 expect(math.isfinite(score) == mine and version == (3 if mine else -1), score, version)
 
-    def _check_rows(self, row: Row) -> list[Given]:
+    def _check_rows(self, row: Row) -> list[GpuGrant]:
         """HDF5 by the reader; returns the engine's answer of each turn."""
-        keys, found, left = [], [], defaultdict[Key, list[Given]](list)
+        keys, found, left = [], [], defaultdict[Key, list[GpuGrant]](list)
         for known, one in zip(self._keys(key_of), self.given, strict=True):
             left[known].append(one)
         same = {known: {one.id for one in alike} for known, alike in left.items()}
@@ -244,7 +244,7 @@ class Oracle:
             for node, call in zip(one["messages"], one["turns"], strict=True):
                 expect(call is None or record["turns"][call]["message"] == node, name, "a call at another's message")
 
-    def _check_show(self, row: Row, turns: Sequence[Given]) -> None:
+    def _check_show(self, row: Row, turns: Sequence[GpuGrant]) -> None:
         """The text of ``show --full``: under the heading of each call, its answer."""
         blocks: dict[int, list[str]] = {}
         block: list[str] = []
