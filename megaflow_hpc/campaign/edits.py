@@ -36,8 +36,6 @@ class Edits:
     def warnings(self) -> list[str]:
         """Returns a sentence on each edit that has no effect."""
         file = self._run.campaign_yaml
-        if not self._planned.source:  # planned by an earlier version
-            return []
         try:
             status = file.stat()
             if (status.st_mtime_ns, status.st_size) != self._seen:

@@ -42,7 +42,7 @@ class LiveJobs:
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
         self._run, self._config, self._ledger = run, config, ledger
-        self.arrays = Arrays(run, planned.jobs)
+        self.arrays = Arrays(run)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
 
     def ids(self, role: str | None = None) -> list[str]:

@@ -22,7 +22,6 @@ import sys
 import zlib
 from array import array
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from typing import Any, NamedTuple, TypeVar
 
@@ -101,31 +100,7 @@ def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
     """Returns the tasks of a run by id, in the order of its plan; nothing is read before it is asked for."""
     if record.packed is not None:
         return TaskFile(run, record.packed)
-    return with_images(record.tasks, record.images)
-
-
-def with_images(tasks: Mapping[str, dict[str, Any]], images: Mapping[str, str]) -> dict[str, PlannedTask]:
-    """Returns planned tasks of tasks that are in memory, and of the files of all images; each gets those it names."""
-    alike = Counter(task.get("image", "") for task in tasks.values())
-    return {
-        name: PlannedTask(
-            task, {image: images[image] for image in _images_in(task) if image in images}, alike[task.get("image", "")]
-        )
-        for name, task in tasks.items()
-    }
-
-
-def _images_in(task: dict[str, Any]) -> Iterator[str]:
-    """Yields the image of a task, and those that its verifier or its steps name further in."""
-    left: list[Any] = [task]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            left += value.values()
-            if isinstance(image := value.get("image"), str):
-                yield image
-        elif isinstance(value, list | tuple):
-            left += value
+    return {}
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from megaflow_hpc.ledger.report import Progress
-from megaflow_hpc.rundir.events import AnyEvent, PodEvent, ProgressEvent, WorkerEvent
+from megaflow_hpc.rundir.events import AnyEvent, PodEvent, WorkerEvent
 from megaflow_hpc.rundir.pods.summary import Summary, busy_at
 
 
@@ -43,7 +43,7 @@ class PodView:
     def adopt(self, told: Summary) -> None:
         """Takes in what its first events amount to."""
         for event in told.events:
-            if isinstance(event, (PodEvent, ProgressEvent, WorkerEvent)):  # of single rollouts it has summed up itself
+            if isinstance(event, (PodEvent, WorkerEvent)):  # of single rollouts it has summed up itself
                 self.apply(event)
         self.grown_at = time.monotonic()
         self.seen_at, self.busy_at = told.t, told.busy_at
@@ -70,8 +70,6 @@ class PodView:
                 self.stored = self.stored if event.stored is None else event.stored
                 if not self.active:
                     self.running = 0
-            case ProgressEvent():
-                self.running, self.stored = event.running, event.stored
             case WorkerEvent():
                 if event.state == "ready":
                     self.live[event.rank] = event.slots or 0

@@ -54,7 +54,7 @@ class Monitor:
         """Rollouts that were added to the plan, by the record that says it."""
         self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
         self._marks = Marks(run)
-        self._is_pool = planned.campaign.get("pool") is not None and not (planned.tasks or planned.packed)
+        self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
         training = planned.config.training if planned.campaign.get("training") else None
         self._trainings = Trainings(run, training) if training else None
         self._events: EventReader[Summary] = EventReader(run.events, begin=summary.begin)

@@ -25,8 +25,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.host.files import open_regular
-from megaflow_hpc.rundir.events import ProgressEvent, decode
 from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -36,8 +34,6 @@ REPORT_INTERVAL_S = 30.0
 MAX_S = 1e15
 """Upper bound of a plausible sum of core-seconds: a billion cores for ten days."""
 Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
-TAIL = 1 << 16
-"""Bytes at the end of an event file that are searched for the last progress event."""
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -74,7 +70,6 @@ class CampaignBudget:
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
         self._run, self._planned = run, {name: limits.get(name) for name in LIMITS}
         self._raised: dict[str, float | None] = {}
-        self._earlier: dict[str, dict[str, float]] = {}
         self._held: dict[Path, float] = {}
 
     def limits(self) -> dict[str, float | None]:
@@ -105,45 +100,22 @@ class CampaignBudget:
         limits = self.limits()
         core_h, gpu_h, wall = (limits[name] for name in LIMITS)
         if core_h is not None:
-            used_h = sum(self._lease_value(name, lease, "core_s") for name, lease in leases.items()) / 3600
+            used_h = sum(measured(lease.get("core_s")) or 0.0 for lease in leases.values()) / 3600
             if used_h >= core_h:
                 return f"{used_h:.2f} core-hours are used, limits.core_hours is {core_h:g}"
         if gpu_h is not None and (used_h := self._gpu_s() / 3600) >= gpu_h:
             return f"{used_h:.2f} GPU-hours are used, limits.gpu_hours is {gpu_h:g}"
         if wall is not None:
-            starts = [self._lease_value(name, lease, "began_at") for name, lease in leases.items()]
+            starts = [began_at for lease in leases.values() if (began_at := measured(lease.get("began_at")))]
             wall_h = (time.time() - min(starts, default=time.time())) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
         return ""
 
-    def _lease_value(self, pod: str, lease: Mapping[str, Any], what: str) -> float:
-        """Return a value from a lease. A lease of an earlier version or with an invalid value falls back to the
-        events."""
-        if (value := measured(lease.get(what))) is not None:
-            return value
-        if pod not in self._earlier:
-            self._earlier[pod] = _of_events(self._run.events / f"{pod}.jsonl")
-        return self._earlier[pod][what]
-
     def _gpu_s(self) -> float:
         for file in self._run.gpus.glob("*.json"):
             self._held[file] = max(held_before(file), self._held.get(file, 0.0))
         return sum(self._held.values())
-
-
-def _of_events(file: Path) -> dict[str, float]:
-    """Return the first time and the last progress of an event file. Without events the pod counts as started now."""
-    totals = {"began_at": time.time(), "core_s": 0.0}
-    with suppress(OSError), open_regular(file) as lines:
-        first = decode(lines.readline())
-        totals["began_at"] = totals["began_at"] if first is None else first.t
-        lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL))
-        for line in reversed(lines.read().splitlines()):
-            event = decode(line)
-            if isinstance(event, ProgressEvent) and event.core_s is not None:
-                return {**totals, "core_s": event.core_s}
-    return totals
 
 
 class Meter:

@@ -98,16 +98,6 @@ class ClaimEvent(Event, tag="claim"):
     rollouts: Count | None = None
 
 
-class ProgressEvent(Event, tag="progress", omit_defaults=False):
-    """Counts, as pods of earlier versions wrote them every second; now their lease says them."""
-
-    running: Count = 0
-    queued: Count = 0
-    stored: Count = 0
-    core_s: Number | None = None
-    """Core-seconds that the allocation has cost so far."""
-
-
 class StartEvent(Event, tag="start", gc=False):
     """A rank was given a rollout: an attempt begins there."""
 
@@ -153,17 +143,7 @@ class EndpointsEvent(Event, tag="endpoints"):
     servers: list[str]
 
 
-AnyEvent = (
-    PodEvent
-    | WorkerEvent
-    | EngineEvent
-    | ClaimEvent
-    | ProgressEvent
-    | StartEvent
-    | RolloutEvent
-    | AttemptEvent
-    | EndpointsEvent
-)
+AnyEvent = PodEvent | WorkerEvent | EngineEvent | ClaimEvent | StartEvent | RolloutEvent | AttemptEvent | EndpointsEvent
 
 
 def shown(error: str) -> str:

@@ -129,7 +129,7 @@ class Marks:
         """The consumers of a campaign that was cancelled."""
         try:
             return read_json(self._cancelled, CancelledMark).consumers
-        except (FileNotFoundError, ValueError):  # a mark of an earlier version is empty
+        except (FileNotFoundError, ValueError):
             return []
 
     def uncancel(self) -> None:

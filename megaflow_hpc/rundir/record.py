@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 FORMAT = "megaflow-hpc/run"
 FORMAT_VERSION = 2
-"""In version 2 tasks have a file of their own. Version 1 can be read as well."""
 MAX_RUN_JSON_BYTES = 2**30
-"""Maximum size of ``run.json`` in bytes. In version 1 it includes the tasks."""
+"""Maximum size of ``run.json`` in bytes."""
 
 _CLUSTER = r"(?:@[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?"
 JOB_ID = re.compile(rf"[0-9][0-9_+,%\[\]-]{{0,99}}{_CLUSTER}")
@@ -109,7 +108,7 @@ class JobRecord(msgspec.Struct):
     policy: str = ""
     """The policy that a trainer trains."""
     submitted_at: Time = 0.0
-    """Seconds UTC. 0 in runs of earlier versions."""
+    """Seconds UTC."""
 
 
 class PackedTasks(msgspec.Struct, frozen=True):
@@ -130,26 +129,20 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     versions: dict[str, Any] = {}
     """Versions of software, engines and models, by name."""
     planned_at: float = 0.0
-    """Seconds UTC. 0 in runs of earlier versions."""
+    """Seconds UTC."""
     site: dict[str, Any] = {}
     """The site profile that supplied defaults to the campaign file: its ``name``, ``file`` and ``fields``."""
     campaign: dict[str, Any] = {}
     """The resolved campaign file. Read it as :attr:`config`."""
     source: str = ""
-    """SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``. Empty in runs of earlier versions.
-    """
+    """SHA-256 of the campaign file's text, which is stored in ``RUN/campaign.yaml``."""
     beside: str = ""
     """Directory of the campaign file, which is searched for its own agents after ``RUN/code``. Empty without one."""
     policies: dict[str, PolicyRecord] = {}
-    tasks: dict[str, dict[str, Any]] = {}
-    """Tasks by id, in runs of earlier versions. Use :func:`~megaflow_hpc.ledger.tasks.planned_tasks` for all versions.
-    """
     packed: PackedTasks | None = None
-    """The file of tasks. ``None`` if the tasks are stored here or the run has no tasks."""
+    """The file of tasks. ``None`` if the run has no tasks."""
     held_out: list[str] = []
     """Tasks that are only used for evaluation during training."""
-    images: dict[str, str] = {}
-    """Image name in the tasks → SIF file or directory, in runs of earlier versions."""
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
@@ -158,8 +151,6 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Number of rollouts of the campaign."""
     learned: list[list[Any]] = []
     """Durations learned from earlier campaigns."""
-    jobs: list[JobRecord] = []
-    """Empty. Early versions stored submissions here."""
 
     @property
     def name(self) -> str:
@@ -241,10 +232,11 @@ def _read(run: RunDir, kind: type[T]) -> T:
         header = decode(data, _Header)
     except ValueError as error:
         raise _damaged(run, error) from error
-    if header.format != FORMAT or header.format_version > FORMAT_VERSION:
+    if header.format != FORMAT or header.format_version != FORMAT_VERSION:
+        remedy = "use a newer megaflow-hpc" if header.format_version > FORMAT_VERSION else "plan a new run"
         raise ConfigError(
-            f"{run.run_json}: {header.format} version {header.format_version}, expected {FORMAT} up to version "
-            f"{FORMAT_VERSION}; use a newer megaflow-hpc"
+            f"{run.run_json}: {header.format} version {header.format_version}, expected {FORMAT} version "
+            f"{FORMAT_VERSION}; {remedy}"
         )
     try:
         return decode(data, kind)

@@ -78,8 +78,7 @@ class Pointer(msgspec.Struct):
     """The file that names the version to serve now."""
 
     version: int
-    ordinal: int | None = None
-    """``None`` in files of earlier versions of the package."""
+    ordinal: int
 
 
 class VersionRecord(msgspec.Struct, kw_only=True):
@@ -88,8 +87,7 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     policy: str
     published_at: float = 0.0
     """Seconds UTC."""
-    ordinal: int | None = None
-    """``None`` in files of earlier versions of the package."""
+    ordinal: int
     token: str = ""
     digest: str = ""
     source: str = ""
@@ -110,11 +108,8 @@ def current(run: RunDir, policy: str) -> Version:
         pointer = read_json(_pointer(run, policy), Pointer)
     except (FileNotFoundError, ValueError):
         return Version(policy=policy)
-    ordinal = pointer.ordinal
-    if ordinal is None:
-        ordinal = ordinals(run, policy).get(pointer.version, 0)
     # The run directory may have been moved, so derive the path from the number.
-    return Version(pointer.version, str(run.weights / str(pointer.version)), policy, ordinal=ordinal)
+    return Version(pointer.version, str(run.weights / str(pointer.version)), policy, ordinal=pointer.ordinal)
 
 
 def newest(run: RunDir, policy: str) -> Version:
@@ -125,12 +120,10 @@ def newest(run: RunDir, policy: str) -> Version:
     Raises:
         OSError: The run directory cannot be read now.
     """
-    numbers = _numbers(run)
-    for number in reversed(numbers):
-        about = _about(run.weights / str(number))
-        if about is not None and about.policy == policy and not about.removed:
-            needed = numbers if about.ordinal is None else [number]
-            return next(version for version in _history(run, needed) if version.version == number)
+    for number in reversed(_numbers(run)):
+        for version in _history(run, [number]):
+            if version.policy == policy and version.path:
+                return version
     return Version(policy=policy)
 
 
@@ -151,7 +144,7 @@ def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -
     counted = {0: 0, **(known or {})}
     newest = max(counted)
     later = [number for number in _numbers(run) if number > newest]
-    counted |= {v.version: v.ordinal for v in _history(run, later, {policy: counted[newest]}) if v.policy == policy}
+    counted |= {version.version: version.ordinal for version in _history(run, later) if version.policy == policy}
     return counted
 
 
@@ -246,18 +239,15 @@ def _about(folder: Path) -> VersionRecord | None:
         return None
 
 
-def _history(run: RunDir, numbers: Iterable[int], counted: Mapping[str, int] | None = None) -> list[Version]:
-    """Return the versions with these numbers, including removed ones. ``counted`` has the ordinals reached before
-    them."""
-    history, last = [], dict(counted or {})
+def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
+    """Return the versions with these numbers, including removed ones."""
+    history = []
     for number in numbers:
         folder = run.weights / str(number)
         if (about := _about(folder)) is not None:
-            policy = about.policy
-            last[policy] = last.get(policy, 0) + 1 if about.ordinal is None else about.ordinal
             path = "" if about.removed else str(folder)
-            published_at, ordinal = about.published_at, last[policy]
-            history.append(Version(number, path, policy, published_at, ordinal, about.token, about.digest))
+            version = Version(number, path, about.policy, about.published_at, about.ordinal, about.token, about.digest)
+            history.append(version)
     return history
 
 
@@ -338,7 +328,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
             if taken is None or taken.staged != staged.name:  # otherwise a network file system repeated our own request
                 if not folder.exists():
                     raise
-                below += _history(run, [number], {new.policy: ordinal - 1})
+                below += _history(run, [number])
                 number += 1
                 continue
         fsync(run.weights)

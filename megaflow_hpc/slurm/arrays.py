@@ -149,15 +149,10 @@ def pod_jobs_elsewhere(
 
 
 class Arrays:
-    """Manages the submissions of one run.
+    """Manages the submissions of one run."""
 
-    Args:
-        recorded: Submissions from ``run.json``, where earlier versions stored them.
-    """
-
-    def __init__(self, run: RunDir, recorded: Sequence[JobRecord] = ()) -> None:
+    def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._recorded = list(recorded)
         self.handles: list[ArrayJob] = []
         """submitit's handles of the jobs that this process submitted."""
 
@@ -181,8 +176,7 @@ class Arrays:
 
     def records(self) -> list[JobRecord]:
         """Returns every recorded submission, ordered by id."""
-        records = {record.id: record for record in self._recorded} | read_jobs(self.run)
-        return sorted(records.values(), key=lambda record: int(number(record.id)))
+        return sorted(read_jobs(self.run).values(), key=lambda record: int(number(record.id)))
 
     def ids(self, role: str | None = None) -> list[str]:
         """Returns the ids of all submissions, or of those with the given role."""

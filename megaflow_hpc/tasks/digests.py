@@ -85,7 +85,7 @@ def check_unchanged(task: Task) -> None:
         ConfigError: they have; names the file that was changed last.
     """
     recorded = task.metadata.get(KEY)
-    if not recorded:  # planned by an earlier version, or rollouts read no files
+    if not recorded:  # rollouts of this task read no files
         return
     fixed = msgspec.convert(recorded, FixedFiles)
     try:

@@ -82,7 +82,7 @@ class ClassSource(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
     """Keyword arguments of the class."""
     file: str = ""
-    """The class's source file; empty if it has none, and in runs of earlier versions."""
+    """The class's source file; empty if it has none."""
 
 
 def looks_like_class(source: str) -> bool:

@@ -36,7 +36,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
     """A pod over the real ledger and journal of a run directory that :func:`plan` made."""
     from megaflow_hpc.host.process import Identity
     from megaflow_hpc.ledger import Ledger, PodIdentity, read_blocks
-    from megaflow_hpc.ledger.tasks import with_images
+    from megaflow_hpc.ledger.tasks import PlannedTask
     from megaflow_hpc.pod.master.pod import Pod
     from megaflow_hpc.rundir.events import EventWriter
     from megaflow_hpc.trajectories.journal.writer import JournalWriter
@@ -51,7 +51,7 @@ def make_pod(run: RunDir, comm: Comm, start: str = "0", **more: Any) -> Pod:
         journal=JournalWriter(run.journal_file("bench", start)),
         events=EventWriter(run.event_file("bench", start)),
         init={"op": "init"},
-        tasks=with_images(tasks, {}),
+        tasks={name: PlannedTask(task, {}, len(tasks)) for name, task in tasks.items()},
         servers={},
         **more,
     )

@@ -12,6 +12,7 @@ import h5py
 
 from megaflow_hpc.campaign import provenance
 from megaflow_hpc.config import AgentConfig, ModelConfig, Policy
+from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, run_dir, trajectory
@@ -45,7 +46,8 @@ def test_versions_name_engine_model_and_agent_and_reach_the_campaign_file(tmp_pa
     }
     assert "another" not in found["models"]["a"]
     run = run_dir(tmp_path / "run")
-    write_run(run, RunRecord(campaign={"name": "x", "seed": 7}, versions=found, images={"i": "/i.sif"}))
+    packed = write_tasks(run, [PlannedTask({"id": "t", "image": "i"}, {"i": "/i.sif"})])
+    write_run(run, RunRecord(campaign={"name": "x", "seed": 7}, versions=found, packed=packed))
     commit(run, "pod", (0, 0, trajectory(5, seed=11, inexact=2)))
     with h5py.File(gather(run)) as file:
         kept = json.loads(file.attrs["versions"])

@@ -20,7 +20,6 @@ from megaflow_hpc.rundir.events import (
     AttemptEvent,
     EventWriter,
     PodEvent,
-    ProgressEvent,
     RolloutEvent,
     StartEvent,
     WorkerEvent,
@@ -48,7 +47,6 @@ def write_events(run: Run, left: int) -> None:
         if number < MANY - left:
             failed = {"status": "failed", "kind": "user", "error": "[red]no\x1b[0m\nway"} if number % 1000 == 0 else {}
             events.write(RolloutEvent(**{"id": rollout, "status": "completed", "reward": 1.0, **failed}))
-    events.write(ProgressEvent(running=left, stored=MANY - left))
     events.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
-from megaflow_hpc.ledger.tasks import PlannedTask, TaskFile, image_files, planned_tasks, with_images, write_tasks
+from megaflow_hpc.ledger.tasks import PlannedTask, TaskFile, image_files, planned_tasks, write_tasks
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
@@ -114,24 +114,6 @@ def test_a_block_of_a_task_that_was_never_planned_is_named(run: RunDir) -> None:
     assert len(read_block(run, 0).rollouts) == 1
     with pytest.raises(LedgerError, match="'nobody'"):
         blocks.claim()
-
-
-def test_tasks_of_an_earlier_version_are_read_from_the_record(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    tasks = {f"t{n}": {"id": f"t{n}", "image": "base"} for n in range(3)}
-    tasks["u"] = {"id": "u", "image": "unbuilt"}
-    judged = {"verifier": {"environment": {"id": "", "image": "judge"}}}
-    tasks["v"] = {"id": "v", "image": "own", "metadata": {"harbor": judged}}
-    tasks["w"] = {"id": "w", "image": "own", "metadata": {"harbor": {"steps": [{"name": "first", **judged}]}}}
-    images = {"base": "/b.sif", "own": "/o.sif", "judge": "/j.sif"}
-    record = RunRecord(format_version=1, tasks=tasks, images=images)
-    write_run(run, record)
-    found = planned_tasks(run, read_run(run))
-    assert found == with_images(record.tasks, record.images)
-    assert (found["t1"].image, found["t1"].alike, found["u"].image) == ("/b.sif", 3, None)
-    assert found["t1"].images == {"base": "/b.sif"}
-    assert found["v"].images == found["w"].images == {"own": "/o.sif", "judge": "/j.sif"}
-    assert (found["v"].image, found["v"].alike) == ("/o.sif", 2)
 
 
 def test_lines_are_plain_json(run: RunDir) -> None:

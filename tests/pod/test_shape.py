@@ -14,11 +14,9 @@ from megaflow_hpc.slurm.script import pod_job
 
 
 def planned(**pods: Any) -> RunRecord:
-    """A run of 120 rollouts of two tasks."""
+    """A run of 120 rollouts."""
     parsed = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": pods}})
-    tasks = {name: {"id": name, "image": "base"} for name in ("a", "b")}
-    images = {"base": "/base.sif"}
-    return RunRecord(campaign=parsed.model_dump(mode="json"), total=120, tasks=tasks, images=images)
+    return RunRecord(campaign=parsed.model_dump(mode="json"), total=120)
 
 
 @pytest.mark.parametrize("said", [{}, {"ranks_per_node": None}, {"ranks_per_node": 2}])

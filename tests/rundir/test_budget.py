@@ -30,23 +30,6 @@ def test_core_hours_are_summed_over_what_the_leases_of_all_pods_say(tmp_path: Pa
     assert budget.exceeded(passed) == "2.03 core-hours are used, limits.core_hours is 2"
 
 
-def test_pods_of_an_earlier_version_have_said_it_in_their_events(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    lines = [
-        {"t": time.time() - 5400, "event": "pod", "state": "started"},
-        *({"t": 0, "event": "progress", "core_s": value} for value in (3000, 3700)),
-        {"t": 0, "event": "claim", "block": 0, "epoch": 0, "state": "done"},
-    ]
-    written = "".join(json.dumps(line) + "\n" for line in lines) + '{"t": 1, "event": "prog'
-    run.event_file("a", "0").write_text(written)
-    leases = {"a.0": {"counter": 7}, "b.0": lease(3600)}
-    core_hours = CampaignBudget(run, {"core_hours": 2.0}).exceeded(leases)
-    assert core_hours == "2.03 core-hours are used, limits.core_hours is 2"
-    wall = CampaignBudget(run, {"wall": 1.0}).exceeded(leases)
-    assert wall == "the first pod started 1.50 hours ago, limits.wall is 1"
-
-
 def test_the_wall_limit_counts_from_the_first_pod(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()

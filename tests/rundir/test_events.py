@@ -1,4 +1,4 @@
-"""Event files: what is written is read again, whatever an earlier version or a full disk left in them."""
+"""Event files: what is written is read again, whatever a full disk left in them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
+    EndpointsEvent,
     EventReader,
     EventWriter,
     PodEvent,
-    ProgressEvent,
     RolloutEvent,
     WorkerEvent,
     decode,
@@ -23,18 +23,17 @@ OLD = b"""\
 {"t": 1790063425.301, "event": "rollout", "id": "a/p/0", "status": "completed", "kind": "", "error": "\\ud83d", \
 "reward": NaN, "seconds": 0.51, "turns": 3, "inexact": 0}
 {"t": 1790063425.4, "event": "of a later version", "rank": 1}
-{"t": 1790063425.5, "event": "progress", "running": 0, "queued": 1, "stored": 2, "core_s": 3.5, "later": [1]}
+{"t": 1790063425.5, "event": "endpoints", "servers": ["a"], "later": [1]}
 {"t": 1790063426.151, "event": "pod", "sta"""
 
 
-def test_lines_of_an_earlier_version_are_read_and_what_is_unknown_or_cut_is_skipped(tmp_path: Path) -> None:
+def test_lines_are_read_and_what_is_unknown_or_cut_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "7_0.0.jsonl").write_bytes(OLD)
     reader = EventReader(tmp_path)
     ((name, events),) = reader.read()
     assert name == "7_0.0"
-    assert [type(event) for event in events] == [PodEvent, WorkerEvent, AttemptEvent, RolloutEvent, ProgressEvent]
-    assert isinstance(events[-1], ProgressEvent)
-    assert (events[-1].core_s, events[-1].t) == (3.5, 1790063425.5)
+    assert [type(event) for event in events] == [PodEvent, WorkerEvent, AttemptEvent, RolloutEvent, EndpointsEvent]
+    assert events[-1] == EndpointsEvent(t=1790063425.5, servers=["a"])
     with open(tmp_path / "7_0.0.jsonl", "ab") as file:
         file.write(b'te": "done", "stored": 2}\n')
     ((_, events),) = reader.read()
@@ -58,5 +57,5 @@ def test_what_is_written_is_one_line_of_plain_json_also_of_text_that_is_none(tmp
     assert isinstance(told, RolloutEvent)
     assert told.error == "\udc80 \n"
     assert told.t > 1.7e9
-    assert b'"event": "pod"' in second  # spaced as json.dumps does: pods of an earlier version look for it
+    assert b'"event": "pod"' in second
     assert set(json.loads(second)) == {"t", "event", "state", "why"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -48,19 +47,6 @@ def test_ordinals_count_a_policys_own_versions_and_outlive_their_files(run: RunD
     weights.publish(run, source, "b")
     assert weights.ordinals(run, "b", known) == weights.ordinals(run, "b") == {**known, 7: 4}
     assert weights.ordinals(RunDir(tmp_path / "none"), "a") == {0: 0}
-
-
-def test_versions_of_an_earlier_package_are_counted(run: RunDir, tmp_path: Path) -> None:
-    for number, policy in ((2, "a"), (3, "b"), (5, "a")):  # 1 and 4 were removed
-        folder = trained(run.weights, str(number))
-        (folder / weights.ABOUT).write_text(json.dumps({"policy": policy, "published_at": 1.0, "source": "x"}))
-    (run.weights / "current.a.json").write_text('{"version": 5, "path": "x", "policy": "a", "published_at": 1.0}')
-    assert weights.ordinals(run, "a") == {0: 0, 2: 1, 5: 2}
-    assert weights.current(run, "a").ordinal == 2
-    made = weights.publish(run, trained(tmp_path), "a", keep=1)
-    assert (made.version, made.ordinal) == (6, 3)
-    assert weights.ordinals(run, "a") == {0: 0, 2: 1, 5: 2, 6: 3}
-    assert weights.ordinals(run, "b") == {0: 0, 3: 1}
 
 
 def test_a_token_is_published_once(run: RunDir, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megaflow_hpc.config import parse
 from megaflow_hpc.ledger import Ledger, read_blocks
+from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
@@ -60,7 +61,7 @@ def training_run(
             campaign=campaign.model_dump(mode="json"),
             policies={"default": PolicyRecord(agent={"name": "nop"}, model=model_fields, samples=samples)},
             held_out=names[len(names) - held_out :],
-            tasks={name: Task(name, "", "", "").to_dict() for name in names},
+            packed=write_tasks(run, [PlannedTask(Task(name, "", "", "").to_dict(), {}) for name in names]),
         ),
     )
     return run

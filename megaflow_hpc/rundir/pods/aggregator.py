@@ -14,7 +14,6 @@ from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
     PodEvent,
-    ProgressEvent,
     RolloutEvent,
     StartEvent,
     WorkerEvent,
@@ -50,7 +49,6 @@ class EventAggregator:
 
     def __init__(self) -> None:
         self._pod: tuple[int, PodEvent] | None = None
-        self._progress: tuple[int, ProgressEvent] | None = None
         self._workers: list[tuple[int, AnyEvent]] = []
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
         """Unfinished rollout → its events."""
@@ -75,8 +73,6 @@ class EventAggregator:
         match event:
             case PodEvent():
                 self._pod = self._number, _merged(self._pod[1], event) if self._pod else event
-            case ProgressEvent():
-                self._progress = self._number, event
             case WorkerEvent():
                 self._workers.append((self._number, event))
             case StartEvent(id=rollout) | AttemptEvent(id=rollout):
@@ -106,7 +102,7 @@ class EventAggregator:
     def summary(self, covers: int) -> Summary:
         """Returns the summary of the events, which are the first ``covers`` bytes of their file."""
         kept = [*self._workers, *chain(*self._open.values(), *self._attempts.values())]
-        kept += [event for event in (self._pod, self._progress) if event is not None]
+        kept += [self._pod] if self._pod is not None else []
         self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
         return Summary(
             t=self._seen_at,

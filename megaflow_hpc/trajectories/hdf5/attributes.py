@@ -33,7 +33,7 @@ def root_attributes(run: RunDir) -> dict[str, str]:
     if "models" not in versions and planned.policies:
         versions["models"] = {name: _model(policy) for name, policy in planned.policies.items()}
     with suppress(ConfigError):  # a purge took the file of tasks: what was stored is gathered all the same
-        if images := planned.images or image_files(planned_tasks(run, planned)):
+        if images := image_files(planned_tasks(run, planned)):
             versions["images"] = images
     return {
         "config": json.dumps(without_secrets(planned.campaign), sort_keys=True, default=str),

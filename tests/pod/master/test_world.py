@@ -16,6 +16,7 @@ import pytest
 
 from megaflow_hpc.host.wire import WireLink
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
+from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.comm import ChildComm
 from megaflow_hpc.pod.scheduling.failures import RULES
@@ -215,7 +216,8 @@ def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> Non
     ]
     run.block(0).write_text(json.dumps({"rollouts": old}))  # as blocks were written before there were rounds
     write_blocks(run, [Rollout("mixed_a", "p", n, "a", again) for again in (3, 12) for n in (again % 2, 5)])
-    write_run(run, RunRecord(campaign={"name": "x"}, tasks={"mixed_a": {}}, total=6))
+    packed = write_tasks(run, [PlannedTask({"id": "mixed_a"}, {})])
+    write_run(run, RunRecord(campaign={"name": "x"}, packed=packed, total=6))
     played = turn(run)
     named = {t["id"]: (t["task_id"], t["group_id"], t["sample_index"]) for t in played.stored}
     names = {"": (0, 2), "@3": (1, 5), "@12": (0, 5)}
