@@ -1,4 +1,5 @@
-"""What tests of several rooms share. Real components only; a missing one fails the test and says how to get it."""
+"""Fixtures that several rooms share. Components are real; a missing one fails the test and the message has the
+remedy."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ pytest_plugins = [
 ]
 
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so in all that the tests start
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # ignored in background shells and inherited by everything that the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def forgotten_site() -> Iterator[None]:
-    """What one test learned of its Slurm is no answer to the next, which may have another or none."""
+    """Forget cached answers of Slurm, because the next test may use another Slurm or none."""
     yield
     module = sys.modules.get("megaflow_hpc.slurm.site")
     for value in vars(module).values() if module else ():
@@ -40,7 +43,7 @@ def forgotten_site() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def base_sif() -> Path:
-    """The Debian + Python image that the launchers build."""
+    """Return the Debian and Python image that the launchers build."""
     path = Path(required("MEGAFLOW_TEST_BASE_SIF"))
     if not path.exists():
         pytest.fail(f"MEGAFLOW_TEST_BASE_SIF={path} does not exist; {REMEDY}")
@@ -49,7 +52,7 @@ def base_sif() -> Path:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A single-machine Slurm lab of this worker's."""
+    """Run a single-machine Slurm lab for this xdist worker."""
     required("SLURM_CONF")
     with lab_to_oneself(tmp_path_factory.mktemp("lab")):
         yield
@@ -57,7 +60,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def write_task() -> Callable[..., Path]:
-    """Writes a small Harbor task directory: the solution writes ``answer``, the test looks for it."""
+    """Write a small Harbor task directory. The solution writes ``answer``, and the test checks it."""
     return write_solved_task
 
 
@@ -68,7 +71,7 @@ def make_task(write_task: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_campaign(tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]) -> Callable[..., Path]:
-    """Writes a campaign file with ``tasks`` small tasks; further lines are appended to it."""
+    """Return a function that writes a campaign file with ``tasks`` small tasks and the given additional lines."""
 
     def make(tasks: int = 2, extra: str = "", agent: str = "[oracle, nop]", **task: object) -> Path:
         for number in range(tasks):

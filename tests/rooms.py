@@ -1,12 +1,12 @@
-"""The graph of the house: ``python -m tests.rooms`` prints rooms, arrows and circles, read from the imports.
+"""The graph of the rooms, read from imports: ``python -m tests.rooms`` prints rooms, arrows and circles.
 
-A room is a folder (``pod/master``); ``types``, ``errors`` and the package's own ``__init__`` are rooms of one module.
-An arrow leads from the room that imports to the room it imports from. Imports inside functions and under
-``TYPE_CHECKING`` count like all others, so a circle cannot hide in one. Nothing of the package is imported: it is read.
+A room is a folder (``pod/master``). Modules at the top, such as ``types`` and ``errors``, are rooms of one module. An
+arrow leads from the importing room to the imported one. Imports inside functions and under ``TYPE_CHECKING`` count too,
+so they cannot hide a circle. The package is parsed and not imported.
 
-Circles are looked for on every level: among what lies in one folder, modules and folders, each folder taken whole. So
-``pod`` as a whole may not depend on what depends on it, nor ``pod/master``, nor any module; a folder may have modules
-that the rooms within it share, and others that use those rooms.
+The search for circles covers every level: modules and folders in one folder, each folder as a whole. So neither ``pod``
+nor ``pod/master`` nor any module may depend on its dependents. A folder may have modules that its subrooms share, and
+others that use these rooms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Graph = Mapping[str, set[str]]
 
 @functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Dotted name → file of every module of the package; a package stands for its ``__init__``."""
+    """Return dotted name → file of every module of the package. A package stands for its ``__init__``."""
     found = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -39,7 +39,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 @functools.cache
 def imported(path: Path, own: str = "") -> set[str]:
-    """Dotted names that a file imports, wherever in it; ``own`` is its package, for relative imports."""
+    """Return the dotted names that a file imports anywhere. ``own`` is its package, for relative imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imported(path: Path, own: str = "") -> set[str]:
 
 
 def module_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Module → modules of the package that it imports."""
+    """Return module → modules of the package that it imports."""
     known = modules(root)
 
     def module_of(name: str) -> str:
@@ -69,13 +69,13 @@ def module_graph(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """``megaflow_hpc.pod.master.loop`` → ``pod/master``; a module at the top is a room by itself."""
+    """Return the room of a module: ``megaflow_hpc.pod.master.loop`` → ``pod/master``."""
     path = modules()[module].relative_to(ROOT / PACKAGE)
     return "/".join(path.parts[:-1]) or path.stem
 
 
 def room_graph(graph: Graph) -> dict[str, set[str]]:
-    """Room → rooms that its modules import from."""
+    """Return room → rooms from which its modules import."""
     rooms: dict[str, set[str]] = {}
     for module, others in graph.items():
         rooms.setdefault(room_of(module), set()).update(room_of(other) for other in others)
@@ -83,7 +83,7 @@ def room_graph(graph: Graph) -> dict[str, set[str]]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """One circle, as a chain whose ends are the same, for every group of nodes that reach each other."""
+    """Return one circle, as a chain with equal ends, for every group of nodes that reach each other."""
     found = []
     for group in _components(graph):
         if len(group) > 1:
@@ -93,7 +93,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def levels(graph: Graph) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Folder → what lies in it → what else lies in it and is imported → the imports that do it."""
+    """Return folder → child → sibling that it imports → the imports."""
     doors = {module for module, path in modules().items() if path.name == "__init__.py"}
     found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for module, others in graph.items():
@@ -108,7 +108,7 @@ def levels(graph: Graph) -> dict[str, dict[str, dict[str, list[str]]]]:
 
 
 def circles_of_levels(graph: Graph) -> list[str]:
-    """Every circle on every level, with the imports that make it, one line each."""
+    """Return every circle on every level with its imports, one line each."""
     found = []
     for folder, level in sorted(levels(graph).items()):
         for chain in circles({node: set(others) for node, others in level.items()}):
@@ -118,7 +118,7 @@ def circles_of_levels(graph: Graph) -> list[str]:
 
 
 def _components(graph: Graph) -> Iterable[set[str]]:
-    """Groups of nodes that reach each other: the rooms are few, so reachability is simply computed."""
+    """Return the groups of nodes that reach each other, by computing reachability, since there are few rooms."""
     reach: dict[str, set[str]] = {}
     for node in graph:
         seen: set[str] = set()
@@ -138,7 +138,7 @@ def _components(graph: Graph) -> Iterable[set[str]]:
 
 
 def _way_back(graph: Graph, start: str, group: set[str]) -> list[str]:
-    """The shortest way from ``start`` back to itself within ``group``."""
+    """Return the shortest way from ``start`` back to itself within ``group``."""
     ways = [[start]]
     seen: set[str] = set()
     for way in ways:

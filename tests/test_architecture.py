@@ -1,4 +1,4 @@
-"""Who may call whom. The rooms of the house and their doors; what is not listed is a wall."""
+"""Which rooms may import which (DOORS), and budgets that only go down."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BUDGETS = {
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
 EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "extras", "host"}
-"""Rooms that every room may use; they use nothing but one another."""
+"""Rooms that every room may import. They import only one another."""
 
 DOORS: dict[str, str] = {
     "__init__": "campaign trajectories",
@@ -58,12 +58,12 @@ DOORS: dict[str, str] = {
     "resources": "",
     "extras": "",
     "host": "",
-    # The campaign file, and everything under RUN.
+    # The campaign file, and all files of a run directory.
     "config": "",
     "rundir": "config",
     "rundir/pods": "rundir",
     "ledger": "rundir",
-    # Sandboxes and images know no task, no agent, no model, no run directory.
+    # Sandboxes and images do not depend on tasks, agents, models or run directories.
     "environments": "environments/sandbox",
     "environments/builds": "environments/images environments/images/dockerfile "
     "environments/images/layers "
@@ -79,14 +79,14 @@ DOORS: dict[str, str] = {
     "environments/sandbox/commands": "environments/sandbox",
     "environments/sandbox/limits": "environments/sandbox environments/sandbox/commands",
     "environments/sandbox/rootfs": "environments/images/cache environments/images/layers environments/sandbox",
-    # Task formats are peers; they know sandboxes, and no pod.
+    # Task formats are peers. They may use sandboxes, but no pod.
     "tasks": "config environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
     "tasks/harbor": "tasks environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
     "tasks/releases": "tasks config environments/builds environments/images environments/images/dockerfile",
     "tasks/swebench": "tasks environments/images/dockerfile environments/sandbox",
-    # A gateway and an engine server meet over HTTP and the endpoint files alone.
+    # Gateway and engine server communicate only over HTTP and the endpoint files.
     "model": "",
     "model/engines": "model",
     "model/engines/scripted": "model",
@@ -94,7 +94,7 @@ DOORS: dict[str, str] = {
     "model/gateway/dialects": "model model/gateway",
     "model/server": "model model/engines rundir ledger",
     "agents": "tasks environments/sandbox",
-    # Trajectories are read without anything that made them; a trainer reads trajectories.
+    # Reading trajectories needs nothing that made them. A trainer reads trajectories.
     "trajectories": "trajectories/journal trajectories/reading trajectories/maintenance",
     "trajectories/hdf5": "rundir ledger",
     "trajectories/journal": "trajectories/hdf5 rundir ledger",
@@ -104,15 +104,15 @@ DOORS: dict[str, str] = {
     "training": "training/algorithms config rundir ledger trajectories/journal trajectories/reading",
     "training/algorithms": "config trajectories/reading",
     "training/trainer": "training rundir",
-    # Others' trainers; nothing here imports them.
+    # Bridges to other trainers. Nothing here imports them.
     "training/bridges": "training training/trainer rundir trajectories/exports trajectories/reading",
     "integrations": "environments environments/builds environments/images environments/images/dockerfile",
-    # Rank 0 knows the ledger and the journal; a runner knows agents, sandboxes and the gateway; neither knows Slurm.
+    # Rank 0 uses the ledger and the journal; a runner uses agents, sandboxes and the gateway; neither uses Slurm.
     "pod": "pod/master rundir",
     "pod/scheduling": "",
     "pod/master": "pod pod/scheduling config rundir rundir/pods ledger trajectories/journal",
     "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories",
-    # Only what follows may speak to Slurm.
+    # Only the rooms below may use Slurm.
     "slurm": "config rundir",
     "monitor": "config ledger rundir rundir/pods",
     "campaign/planning": "slurm config rundir ledger agents tasks tasks/harbor environments/builds environments/images "
@@ -130,7 +130,7 @@ DOORS: dict[str, str] = {
     "cli/making": "cli config tasks tasks/harbor tasks/releases tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
 }
-"""Room → rooms it may import from, beside :data:`EVERYBODYS`; what is not listed is a wall."""
+"""Room → rooms from which it may import, in addition to :data:`EVERYBODYS`."""
 
 HEAVY = {
     "mpi4py": {"pod/comm.py"},
@@ -146,7 +146,7 @@ HEAVY = {
     },
     "vllm": set(),
 }
-"""Libraries that only these files may import."""
+"""Heavy libraries, and the only files that may import them."""
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -166,7 +166,7 @@ def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() 
 
 @pytest.mark.parametrize("page", ["architecture", "where"])
 def test_every_hop_of_the_walks_in_the_docs_is_there(page: str) -> None:
-    """The pages name files and functions: seven walks, and where each behaviour is."""
+    """Check the files and functions that the seven walks and the page "Where is what" name."""
     text = (ROOT / "docs" / "explanation" / f"{page}.md").read_text()
     rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE)
     assert len(rows) > 25
@@ -199,7 +199,7 @@ def test_no_room_reaches_through_a_wall() -> None:
 
 
 def test_every_door_is_used() -> None:
-    """One that nobody goes through any more is a wall again."""
+    """Remove a door that no import uses."""
     rooms = room_graph(module_graph())
     assert rooms.keys() == DOORS.keys()
     unused = {room: set(doors.split()) - rooms[room] for room, doors in DOORS.items()}
@@ -212,12 +212,12 @@ def test_rooms_say_what_they_are() -> None:
 
 
 def test_there_is_no_import_circle() -> None:
-    """On no level, deferred imports and those for types included; ``python -m tests.rooms`` prints the same."""
+    """Check all levels, including deferred imports and those for types; ``python -m tests.rooms`` prints the same."""
     assert circles_of_levels(module_graph()) == []
 
 
 def test_no_test_imports_a_test() -> None:
-    """What several tests share lies in tests/support, so that any of them can be read, run and moved by itself."""
+    """Code that several tests share is in tests/support, so each test can be read, run and moved alone."""
     tests = ROOT / "tests"
     wrong = re.compile(r"tests(\.\w+)*\.(test_\w+|conftest)(\.|$)")
     found = [f"{path.relative_to(tests)}: {name}" for path in tests.rglob("*.py") for name in imported(path)]
@@ -225,13 +225,13 @@ def test_no_test_imports_a_test() -> None:
 
 
 def test_a_runner_comes_without_the_libraries_of_files() -> None:
-    """One stands on every worker rank: h5py and numpy would be 30 MB of each, and half of its start."""
+    """Every worker rank has a runner; h5py and numpy would cost 30 MB each and double its start time."""
     code = "import sys, megaflow_hpc.pod.rollout.runner; print({'h5py', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 def test_a_worker_rank_comes_without_what_rank_0_and_the_runner_need() -> None:
-    """It moves parcels and watches; the models of a campaign file would be most of its start and of its memory."""
+    """A worker rank moves messages; the models of the campaign file would dominate its start time and memory."""
     code = "import sys, megaflow_hpc.pod.__main__; print({'pydantic', 'aiohttp', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
@@ -242,7 +242,7 @@ def test_rank_0_comes_without_the_libraries_of_files() -> None:
 
 
 def test_import_is_light() -> None:
-    """Of what others build on, and of ``list``, which is half done when these are read."""
+    """Check modules that users import and the verb ``list``, which should answer at once."""
     code = (
         "import sys, megaflow_hpc; import megaflow_hpc.types, megaflow_hpc.rundir.layout;"
         "import megaflow_hpc.campaign.overview;"

@@ -1,4 +1,4 @@
-"""What messages point at is there: files by absolute path, documentation by address."""
+"""Messages point only to existing files, by absolute path, and to existing pages, by address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 
 @functools.cache
 def sources() -> dict[Path, list[ast.AST]]:
-    """Every node of every module of the package."""
+    """Yield every node of every module of the package."""
     return {path: list(ast.walk(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.py")}
 
 
@@ -37,7 +37,7 @@ def test_files_have_absolute_paths_and_pages_addresses() -> None:
 
 
 def test_every_page_and_file_that_the_package_names_is_there() -> None:
-    """``docs("…")`` and ``resource("…")``, wherever they are called."""
+    """Check every call of ``docs("…")`` and ``resource("…")``."""
     missing, found = [], 0
     for path, nodes in sources().items():
         for node in nodes:
@@ -61,7 +61,7 @@ def test_version_and_licence_are_the_same_wherever_they_are_stated() -> None:
 
 
 def test_no_message_points_into_a_checkout() -> None:
-    """A wheel has no ``docs/``: strings that are printed name a page by :func:`docs`, a file by :func:`resource`."""
+    """A wheel has no ``docs/``. Printed strings name a page by :func:`docs` and a file by :func:`resource`."""
     wrong = []
     for path, nodes in sources().items():
         unprinted = {node.value for node in nodes if isinstance(node, ast.Expr)}  # docstrings

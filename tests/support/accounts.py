@@ -1,4 +1,4 @@
-"""Throwaway accounts of a lab that root runs, what they run there, and what each can try against another."""
+"""Throwaway user accounts of a lab that root runs, the jobs they run, and what each account can try against another."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ print(json.dumps(found))
 
 
 class Account:
-    """A throwaway user, and what it runs."""
+    """A throwaway user and its processes."""
 
     def __init__(self, name: str, lab: Path, shared: bool) -> None:
         self.name = name
         self.within: list[str] = []
-        """What a command begins with that shall run on another host."""
+        """Command prefix that runs a program on another host."""
         try:
             if pwd.getpwnam(name).pw_gecos != COMMENT:
                 raise SystemExit(f"error: there is a user {name} that this command did not make")
@@ -84,7 +84,7 @@ class Account:
         self.entry = pwd.getpwnam(name)
         self.home = Path(self.entry.pw_dir)
         self.home.chmod(0o700)
-        self.before = set(self._outside())  # of a user who had this number
+        self.before = set(self._outside())  # left by an earlier user with this uid
         tools = [Path(sys.executable).parent, Path(shutil.which("apptainer") or "/usr/bin/apptainer").parent]
         path = ":".join([*map(str, tools), "/usr/bin", "/bin", "/usr/sbin"])
         self.environment = {"HOME": str(self.home), "PATH": path, "SLURM_CONF": str(lab / "slurm.conf")}
@@ -120,7 +120,7 @@ class Account:
 
     @functools.cached_property
     def ids(self) -> set[int]:
-        """Its own, and those that it has in containers."""
+        """Return the user's own uid and its subordinate uids in containers."""
         for line in Path("/etc/subuid").read_text().splitlines():
             name, first, count = line.split(":")
             if name == self.name:
@@ -128,18 +128,18 @@ class Account:
         return {self.entry.pw_uid}
 
     def ports(self) -> list[int]:
-        """TCP ports on which its processes listen."""
+        """Return the TCP ports on which the user's processes listen."""
         lines = [line.split() for f in ("tcp", "tcp6") for line in Path(f"/proc/net/{f}").read_text().splitlines()[1:]]
         return sorted({int(x[1].rpartition(":")[2], 16) for x in lines if x[3] == "0A" and int(x[7]) in self.ids})
 
     def left(self) -> list[str]:
-        """What is there of it outside its home and the lab's logs, but for images and the Python that nodes keep."""
+        """Return the user's files outside its home and the lab's logs, except images and the Python that nodes keep."""
         found = [f"process {pid}: {_command(pid)}" for pid in self.processes()]
         return [*found, *(what for what in self._outside() if what not in self.before)]
 
     def _outside(self) -> list[str]:
         scratch = f"/tmp/megaflow-{self.entry.pw_uid}"
-        # (find, since trees that tests of others left lie deeper than a path may be long.)
+        # Use find, because trees left by other users' tests are deeper than the maximum path length.
         first, last = min(self.ids - {self.entry.pw_uid}, default=self.entry.pw_uid), max(self.ids)
         kept = ["(", "-path", f"{scratch}/cache", "-o", "-path", f"{scratch}/python-*", ")", "-prune", "-o"]
         theirs = ["(", "-uid", str(self.entry.pw_uid), "-o", "-uid", f"+{first - 1}", "-uid", f"-{last + 1}", ")"]
@@ -170,7 +170,7 @@ def _command(pid: int) -> str:
 
 
 def tell(account: Account, run: Path) -> dict[str, Any]:
-    """Everything of an account that another could try."""
+    """Return every path, port and process of an account that another account could attack."""
     everything = [run, *(p for p in run.rglob("*") if not p.is_symlink())]
     scratch = [Path(f"/tmp/megaflow-{account.entry.pw_uid}"), *Path("/tmp").glob("megaflow-pod.*")]
     scratch = [path for path in scratch if _owner(str(path)) == account.entry.pw_uid]

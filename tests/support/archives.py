@@ -1,4 +1,4 @@
-"""Tar archives as a hostile task or agent sends them."""
+"""Tar archives that a hostile task or agent could send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def member(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
-    """One entry of an archive; ``fields`` are those of ``tarfile.TarInfo``."""
+    """Return one archive entry. ``fields`` are fields of ``tarfile.TarInfo``."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in fields.items():
@@ -19,17 +19,15 @@ def member(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo
 
 
 def symlink(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
-    """A symbolic link."""
     return member(name, type=tarfile.SYMTYPE, linkname=target)
 
 
 def hardlink(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
-    """A hard link."""
     return member(name, type=tarfile.LNKTYPE, linkname=target)
 
 
 def archive(members: Iterable[tuple[tarfile.TarInfo, bytes]], form: int = tarfile.PAX_FORMAT) -> bytes:
-    """The archive of these entries."""
+    """Return an archive with these entries."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form) as file:
         for info, data in members:
@@ -38,7 +36,7 @@ def archive(members: Iterable[tuple[tarfile.TarInfo, bytes]], form: int = tarfil
 
 
 def raw(info: tarfile.TarInfo, **fields: tuple[int, bytes]) -> bytes:
-    """A header with bytes put over it at an offset, and its checksum made right."""
+    """Return a header with bytes overwritten at an offset and a corrected checksum."""
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     for offset, data in fields.values():
         header[offset : offset + len(data)] = data
@@ -52,7 +50,7 @@ END = bytes(1024)
 
 @functools.cache
 def hostile() -> dict[str, bytes]:
-    """Archives that no honest program sends, by what is wrong with them."""
+    """Return invalid or hostile archives by the name of their defect."""
     sparse, plain_file = member("s", type=b"S")[0], member("x")[0]
     pax = b"9" * 30_000 + b" path=x\n"
     return {

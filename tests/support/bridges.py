@@ -1,4 +1,4 @@
-"""A step as a bridge gets it, of a campaign whose pods work meanwhile."""
+"""The first step of a campaign, as a bridge receives it while pods work."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ TRAINING = {"mode": "synchronous", "batch": {"tasks": 2}, "steps": 3}
 
 
 def by_index(rollout: Rollout) -> float:
-    """A reward that differs in every group."""
+    """Return a reward that differs within every group."""
     return float(rollout.sample_index % 2)
 
 
 def pods(run: RunDir) -> Pods:
-    """Pods whose engines load each version at once."""
+    """Return pods whose engines load each version at once."""
     return Pods(run, by_index, lambda: current(run, "default").version)
 
 
 @contextmanager
 def meanwhile(*work: Callable[[], object]) -> Iterator[None]:
-    """Has others at work, again and again."""
+    """Call each of ``work`` repeatedly in a thread."""
     ended = threading.Event()
 
     def again() -> None:

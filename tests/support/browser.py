@@ -1,4 +1,4 @@
-"""A real browser without a window: Chromium, driven by its DevTools protocol, which says all that a page does."""
+"""Headless Chromium, driven through its DevTools protocol, which reports everything that a page does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 
 def browser() -> str:
-    """The program; the test fails with the remedy where there is none."""
+    """Return the path of the browser. The test fails with the remedy if none is installed."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.fail(f"none of {', '.join(NAMES)} is on PATH; {REMEDY}")
@@ -32,18 +32,18 @@ def browser() -> str:
 
 
 class Page:
-    """A page in a browser: what it said and asked for, and what a script finds in it."""
+    """A page in a browser: its console output, its requests, and the results of scripts."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
         self.console: list[str] = []
-        """What scripts and the browser itself said, errors and what the page's policy refused among it."""
+        """Messages of scripts and of the browser, including errors and refusals by the page's policy."""
         self.asked_for: list[str] = []
-        """Addresses of everything that was loaded, or tried."""
+        """Addresses of everything that was loaded or tried."""
         self.dialogs: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Calls a method of the protocol, and takes in what happened meanwhile."""
+        """Call a method of the protocol and record the events that arrive meanwhile."""
         number = next(self._numbers)
         await self._socket.send_str(json.dumps({"id": number, "method": method, "params": params}))
         while True:
@@ -66,13 +66,13 @@ class Page:
             self.console.append(params["entry"]["text"])
 
     async def evaluate(self, expression: str) -> Any:
-        """Returns the value of a JavaScript expression; a promise's, where it is one."""
+        """Return the value of a JavaScript expression, or the value of the promise that it returns."""
         done = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Waits until an expression is true."""
+        """Wait until an expression is true."""
         async with asyncio.timeout(LONG_S):
             while not await self.evaluate(expression):
                 await asyncio.sleep(0.02)
@@ -80,9 +80,9 @@ class Page:
 
 @asynccontextmanager
 async def visiting(address: str, scratch: Path) -> AsyncIterator[Page]:
-    """Opens an address in a browser of its own, whose files lie in ``scratch``."""
+    """Open an address in a new browser whose files are in ``scratch``."""
     command = [browser(), *OPTIONS, f"--user-data-dir={scratch / 'profile'}", "--window-size=1280,2400", "about:blank"]
-    # A session of its own: the program may be a script, whose children are the browser.
+    # Start a new session, because the program may be a script whose children are the browser.
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, start_new_session=True)
     assert process.stderr is not None
     try:

@@ -1,4 +1,4 @@
-"""Images built of Dockerfiles as a task brings them, and the files they hold."""
+"""Build images from Dockerfiles, and unpack them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def build(
     timeout_s: float = 120.0,
     **limits: Any,
 ) -> Path:
-    """Builds the Dockerfile ``text`` in ``context``, beside which the store lies; returns the image.
+    """Build the Dockerfile ``text`` in ``context`` with a store next to it; return the image.
 
     Args:
-        limits: of the builder.
+        limits: limits of the builder.
     """
     context.mkdir(exist_ok=True)
     path = context / "Dockerfile"
@@ -39,7 +39,7 @@ def build(
 
 
 def unpacked(image: Path, target: Path) -> Path:
-    """Unpacks the files of an image below ``target``, which must not be there."""
+    """Unpack the files of an image to ``target``, which must not exist."""
     if is_layered(image):
         packed = target.with_name(f"{target.name}.sif")
         Builder().export(image, packed)

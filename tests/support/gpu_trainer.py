@@ -1,4 +1,4 @@
-"""The trainer's side of GPUs that it shares with a server's engine, by a process that can be killed."""
+"""The trainer's side of GPUs that it shares with an engine, in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 
 class Trainer:
-    """The trainer's side, of a process that can be killed."""
+    """A trainer in a process that can be killed."""
 
     def __init__(self, run: RunDir) -> None:
         (run.training / "default").mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ class Trainer:
         return turn
 
     def take(self) -> GpuGrant:
-        """Waits until the GPUs are given."""
+        """Wait until the trainer has the GPUs."""
         turn = self.want()
         until(lambda: self.gpu.given(turn), "the GPUs are given", 30, 0.02)
         found = self.gpu.given(turn)
@@ -45,7 +45,7 @@ class Trainer:
 
 
 async def asleep(servers: Servers) -> bool:
-    """Whether the engine of the first server itself says that it sleeps."""
+    """Return whether the engine of the first server reports that it sleeps."""
     record = servers.record(0)
     pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
     key = json.loads((servers.run.endpoints / ".default.0.admin").read_text())["key"]

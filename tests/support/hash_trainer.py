@@ -1,4 +1,4 @@
-"""A trainer without a model: its parameters are a digest of all it was trained on, so that any difference shows."""
+"""A trainer without a model. Its parameters are a digest of all its training data, so every difference shows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ START = "0" * 64
 
 
 def trained(parameters: str, plan: StepPlan) -> str:
-    """Returns the parameters after a step."""
+    """Return the parameters after a step."""
     told = [(r.id, r.advantage, r.weight, r.lengths, r.sampled) for r in plan.rollouts]
     return hashlib.sha256(f"{parameters} {plan.step} {told}".encode()).hexdigest()
 
 
 def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool = True, pause_s: float = 0.0) -> str:
-    """Trains one step: reads every token, keeps a checkpoint, publishes, commits."""
+    """Train one step: read every token, save a checkpoint, publish and commit."""
     for minibatch in step.minibatches():
         assert sum(batch.sampled for batch in minibatch.microbatches(4096)) == minibatch.tokens
     parameters = trained(parameters, step.plan)
@@ -38,7 +38,7 @@ def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool =
         try:
             os.rename(staged, folder)
         except OSError:
-            assert folder.is_dir()  # an earlier trainer that lives on was faster, with the same
+            assert folder.is_dir()  # an earlier trainer that is still alive wrote the same first
     weights = flow.files.path / f".weights.{secrets.token_hex(4)}"
     weights.mkdir()
     (weights / "model.safetensors").write_bytes(safetensors(parameters.encode()))
@@ -48,7 +48,7 @@ def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool =
 
 
 def train(run: Path, every: int = 1, pause_s: float = 0.0) -> str:
-    """Trains to the end, from where an earlier one was left; returns the parameters."""
+    """Train to the end from the last checkpoint; return the parameters."""
     flow = Dataflow(RunDir(run))
     state = flow.restore()
     parameters = START if state is None else (flow.checkpoint(state) / "parameters").read_text()

@@ -1,4 +1,4 @@
-"""The files of an image, whatever it is stored as, each as what can be compared with another builder's."""
+"""The files of an image in any stored form, in a form that can be compared with another builder's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What lies at a path. ``content``: a file's SHA-256, a link's target. ``same``: of several names the first."""
+    """A path of an image. ``content`` is a file's SHA-256 or a link's target; ``same`` is the first of several hard
+    links."""
 
     kind: str
     mode: int
@@ -42,12 +43,13 @@ Tree = dict[str, Entry]
 
 
 def tree_of(image: str | Path) -> Tree:
-    """The files of an image, by absolute path without the root: a SIF, a directory, or a document that names layers."""
+    """Return the files of an image by absolute path. The image is a SIF, a directory, or a document that names
+    layers."""
     return _with_first_names(_tree_of(Path(image)))
 
 
 def tree_of_archive(content: IO[bytes]) -> Tree:
-    """The files of an image that a tar archive holds whole."""
+    """Return the files of an image that is a single tar archive."""
     with tarfile.open(fileobj=content) as archive:
         return _with_first_names(_entries(archive))
 
@@ -74,7 +76,7 @@ def _with_first_names(tree: Tree) -> Tree:
 
 
 def _entries(archive: tarfile.TarFile, label: str = "") -> Tree:
-    """The entries of an archive as they are named there; names of one file have one ``same``, with the label in it."""
+    """Yield the entries of an archive under their names there. Hard links of one file share one labelled ``same``."""
     tree: Tree = {}
     for member in archive:
         path = posixpath.normpath("/" + member.name.strip("/"))
@@ -95,7 +97,7 @@ def _entries(archive: tarfile.TarFile, label: str = "") -> Tree:
 
 
 def _apply_layer(tree: Tree, layer: Tree) -> None:
-    """Lays a layer of OCI's form over a tree."""
+    """Apply an OCI layer to a tree."""
     for path in layer:
         directory, name = posixpath.split(path)
         if name == ".wh..wh..opq":

@@ -1,4 +1,4 @@
-"""Layers and layered images, made entry by entry."""
+"""Layers and layered images, built entry by entry."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megaflow_hpc.environments.images.layers.unpacking import unpack
 from megaflow_hpc.environments.images.store import ImageStore
 
 Entries = Mapping[str, str | bytes | None]
-"""What a layer says of a name: a file's content; ``None``: it is gone; a name that ends with ``/`` is a directory,
-whose content ``opaque`` hides what is below in it; content that begins with ``->`` is a link's target."""
+"""Name → content of an entry. ``None`` deletes the name. A name ending with ``/`` is a directory; the content ``opaque``
+hides the directory's lower content. Content that begins with ``->`` is a link's target.
+"""
 
 OPAQUE = "opaque"
 
 
 def pack(target: Path, entries: Entries, mode: int = 0o755) -> LayerFacts:
-    """Writes a layer's blob to ``target``."""
+    """Write a layer's blob to ``target``."""
     with Packer(target) as packer:
         for name, content in entries.items():
             if content is None:
@@ -37,7 +38,7 @@ def pack(target: Path, entries: Entries, mode: int = 0o755) -> LayerFacts:
 
 
 def unpacked(chain: Sequence[Entries], place: Path) -> list[str]:
-    """Returns the layers as directories below ``place``, the topmost first."""
+    """Return the layers as directories in ``place``, the topmost first."""
     place.mkdir()
     for number, entries in enumerate(chain):
         facts = pack(place / f"{number}.blob", entries)
@@ -46,7 +47,7 @@ def unpacked(chain: Sequence[Entries], place: Path) -> list[str]:
 
 
 def add_layer(store: ImageStore, entries: Entries) -> LayerFacts:
-    """Takes a layer into a store."""
+    """Add a layer to a store."""
     store.prepare("a layer")
     with tempfile.TemporaryDirectory(dir=store.root / "work") as place:
         return store.layers.add(Path(place, "layer"), pack(Path(place, "layer"), entries))
@@ -55,11 +56,11 @@ def add_layer(store: ImageStore, entries: Entries) -> LayerFacts:
 def add_image(
     store: ImageStore, base: str | None, layers: Sequence[Entries | LayerFacts], settings: str = "", workdir: str = ""
 ) -> str:
-    """Takes an image in; returns its document's path.
+    """Add an image to a store; return the path of its document.
 
     Args:
-        base: a SIF or a directory; ``None``: the lowest layer is the bottom.
-        layers: bottom first.
+        base: a SIF or a directory below the layers; ``None`` for none.
+        layers: the lowest first.
     """
     facts = [each if isinstance(each, LayerFacts) else add_layer(store, each) for each in layers]
     image = LayeredImage(Base.of(base) if base else None, tuple(facts), settings, workdir or None)

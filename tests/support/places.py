@@ -1,4 +1,4 @@
-"""Where the checkout's own files lie."""
+"""Paths of the checkout's own files."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ROOT / "launchers"
 TINY_MODEL = LAUNCHERS / "tiny_model.py"
-"""Makes a small random model; run by an interpreter that has transformers."""
+"""Script that makes a small random model; its interpreter needs transformers."""

@@ -1,4 +1,4 @@
-"""Debian's registry on the loopback, images to push into it, and a front before it that counts and can misbehave."""
+"""Debian's registry on the loopback, images to push to it, and a proxy that counts requests and can misbehave."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def digest_of(data: bytes) -> str:
 
 
 def noise(name: str, size: int = 100_000) -> bytes:
-    """Bytes that do not compress, the same for the same name."""
+    """Return bytes that do not compress; always the same for one name."""
     return hashlib.shake_128(name.encode()).digest(size)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer as it is pushed: the blob, and the archive in it."""
+    """A layer to push: its blob and the archive in the blob."""
 
     archive: bytes = field(repr=False)
     compression: str = "gzip"
@@ -57,7 +57,7 @@ class Layer:
 
     @cached_property
     def digest(self) -> str:
-        """In hexadecimal, of the blob."""
+        """The blob's digest in hexadecimal."""
         return hashlib.sha256(self.blob).hexdigest()
 
     @cached_property
@@ -66,7 +66,7 @@ class Layer:
 
 
 def layer(files: Mapping[str, bytes], compression: str = "gzip") -> Layer:
-    """A layer of these files; the same files are the same layer."""
+    """Return a layer of these files. The same files give the same layer."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as archive:
         for name, content in files.items():
@@ -77,7 +77,7 @@ def layer(files: Mapping[str, bytes], compression: str = "gzip") -> Layer:
 
 
 def tree_layer(tree: Path, compression: str = "gzip") -> Layer:
-    """A layer of a directory's files."""
+    """Return a layer of a directory's files."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as archive:
         archive.add(tree, ".")
@@ -86,7 +86,7 @@ def tree_layer(tree: Path, compression: str = "gzip") -> Layer:
 
 @dataclass
 class Registry:
-    """A registry that runs; ``authorization`` is the header with which tests push."""
+    """A running registry. ``authorization`` is the header with which tests push."""
 
     address: str
     authorization: str = ""
@@ -104,7 +104,7 @@ class Registry:
             connection.close()
 
     def push_blob(self, repository: str, data: bytes, digest: str) -> None:
-        """Pushes a blob unless it is there."""
+        """Push a blob unless the registry has it."""
         if self.call("HEAD", f"/v2/{repository}/blobs/{digest}")[0] != 200:
             status, headers, body = self.call("POST", f"/v2/{repository}/blobs/uploads/")
             assert status == 202, body
@@ -115,7 +115,7 @@ class Registry:
             assert status == 201, body
 
     def push_manifest(self, repository: str, tag: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Pushes a manifest or an index; its descriptor."""
+        """Push a manifest or an index; return its descriptor."""
         data = json.dumps(manifest).encode()
         media_type = manifest["mediaType"]
         status, _, body = self.call("PUT", f"/v2/{repository}/manifests/{tag}", data, Content_Type=media_type)
@@ -123,8 +123,10 @@ class Registry:
         return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
 
     def push(self, repository: str, tag: str, layers: list[Layer], **config: Any) -> dict[str, Any]:
-        """Pushes an image, the lowest layer first; ``config`` are entries of its configuration, ``architecture`` apart.
-        Returns the descriptor of its manifest."""
+        """Push an image, the lowest layer first; return the descriptor of its manifest.
+
+        ``config`` are entries of its configuration except ``architecture``.
+        """
         architecture = config.pop("architecture", "amd64")
         for each in layers:
             self.push_blob(repository, each.blob, f"sha256:{each.digest}")
@@ -154,7 +156,7 @@ class Registry:
 
 @contextmanager
 def registry_server(program: Path, folder: Path, auth: Mapping[str, Any] | None = None) -> Iterator[Registry]:
-    """The registry over a folder of its own; ``auth`` as in its configuration file."""
+    """Run the registry on its own folder. ``auth`` has the form of the registry's configuration file."""
     registry = Registry(f"127.0.0.1:{free_port()}")
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -164,7 +166,7 @@ def registry_server(program: Path, folder: Path, auth: Mapping[str, Any] | None 
         "http": {"addr": registry.address},
         **({"auth": auth} if auth else {}),
     }
-    (folder / "config.json").write_text(json.dumps(settings))  # which is YAML, too
+    (folder / "config.json").write_text(json.dumps(settings))  # JSON is also YAML
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen([str(program), "serve", str(folder / "config.json")], stdout=log, stderr=log)
     try:
@@ -187,9 +189,9 @@ Answer = Callable[[BaseHTTPRequestHandler], object]
 
 
 class Front:
-    """Passes everything on to a server behind it, notes it, and answers itself where ``rules`` has a path's end.
+    """Forward and record all requests to a server, except those for paths with an ending in ``rules``.
 
-    ``asked`` has path and ``Authorization`` of every request, in their order.
+    ``asked`` has the path and ``Authorization`` of every request, in order.
     """
 
     def __init__(self, behind: str) -> None:
@@ -199,7 +201,7 @@ class Front:
         self.rules: dict[str, Answer] = {}
 
     def blobs(self) -> list[str]:
-        """The digests of the blobs that were asked for, in hexadecimal."""
+        """The digests, in hexadecimal, of the requested blobs."""
         return [path.rpartition("sha256:")[2] for path, _ in self.asked if "/blobs/" in path]
 
     def answer(self, handler: BaseHTTPRequestHandler) -> object:
@@ -210,7 +212,7 @@ class Front:
         return self.passed_on(handler) if self.behind else says(404)(handler)
 
     def passed_on(self, handler: BaseHTTPRequestHandler, most: int | None = None) -> None:
-        """What the server behind says; of its body at most so many bytes, then the connection ends."""
+        """Forward the server's answer, cut after this number of bytes of the body."""
         host, _, port = self.behind.partition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=30)
         try:
@@ -228,9 +230,9 @@ class Front:
 
 @contextmanager
 def front(behind: str = "", certificate: Path | None = None) -> Iterator[Front]:
-    """A front that answers at ``address``; with nothing behind it, only what its rules say.
+    """Run a proxy at ``address``. Without a server behind it, only its rules answer.
 
-    ``certificate`` is a file with key and certificate, by which it speaks TLS.
+    ``certificate`` is a file with a key and a certificate, for TLS.
     """
     found = Front(behind)
 
@@ -261,7 +263,7 @@ def front(behind: str = "", certificate: Path | None = None) -> Iterator[Front]:
 
 
 def says(status: int, body: bytes = b"", **headers: str) -> Answer:
-    """A rule: this answer, whole."""
+    """Return a rule with a complete answer."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
@@ -274,7 +276,7 @@ def says(status: int, body: bytes = b"", **headers: str) -> Answer:
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:
-    """A rule: zeros without end, until the other side goes."""
+    """Return a rule that sends zeros until the client disconnects."""
     handler.send_response(200)
     handler.end_headers()
     try:

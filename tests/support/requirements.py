@@ -1,4 +1,4 @@
-"""What the launchers provide to the suite by environment variables."""
+"""Environment variables through which the launchers provide the suite's requirements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REMEDY = "run the suite with launchers/test, which provides it"
 
 
 def required(variable: str) -> str:
-    """The value of an environment variable; the test fails with the remedy where it is not set."""
+    """Return the value of an environment variable. The test fails with the remedy if it is not set."""
     value = os.environ.get(variable, "")
     if not value:
         pytest.fail(f"{variable} is not set; {REMEDY}")

@@ -1,7 +1,7 @@
-"""Small distinct images, made by the hundred: real SIF files that Apptainer built, runs and unpacks.
+"""Hundreds of small distinct images: real SIF files that Apptainer can run and unpack.
 
-One is built by ``apptainer build``. The others are copies in which one stretch of its file data, stored uncompressed,
-is overwritten, so that content and digest differ while header, inodes and tables stay valid.
+``apptainer build`` builds one. The others are copies with one uncompressed part of the file data overwritten, so their
+content and digest differ while header, inodes and tables stay valid.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LINE = 64
 
 
 class SmallImages:
-    """Makes images of about ``size`` bytes more than ``base`` has; each has its number in ``/etc/number``.
+    """Make images that are about ``size`` bytes larger than ``base``. Each has its number in ``/etc/number``.
 
     Args:
-        base: an unpacked image whose programs they have. Without one they are only copied, never run.
+        base: an unpacked image whose programs they contain. Without it they can only be copied, not run.
     """
 
     def __init__(self, workplace: Path, size: int, base: str | os.PathLike[str] | None = None) -> None:
@@ -41,7 +41,7 @@ class SmallImages:
         self._place = self._bytes.index(self._marker)
 
     def write(self, number: int, target: Path) -> None:
-        """Writes image ``number``, the same at every call, to ``target``."""
+        """Write image ``number`` to ``target``; the same bytes at every call."""
         line = f"{number}".ljust(_LINE - 1).encode() + b"\n"
         with open(target, "wb") as file:
             file.write(self._bytes)
@@ -49,7 +49,7 @@ class SmallImages:
             file.write(line)
 
     def fill(self, store: ImageStore, count: int) -> list[str]:
-        """Publishes images 0 to ``count`` - 1 in a store and returns their paths."""
+        """Publish images 0 to ``count`` - 1 in a store; return their paths."""
         return [
             str(store.make(f"small{number}", f"small image {number}", partial(self.write, number)))
             for number in range(count)

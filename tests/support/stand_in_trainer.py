@@ -1,10 +1,10 @@
-"""In a trainer's place, for a campaign with a scripted engine: takes real steps of a real dataflow, learns nothing.
+"""A stand-in for the trainer in campaigns with a scripted engine. It takes real steps of a dataflow and learns nothing.
 
-    stand_in_trainer.py RUN POLICY     with STAND_IN_DIES=2 it is killed in step 2, once planned, and not again
+    stand_in_trainer.py RUN POLICY     with STAND_IN_DIES=2 it is killed once, in step 2 after planning
 
-Where trainer and engine share GPUs it takes its turns, and is killed in one. Each step leaves a line
-``start step rollout…`` in RUN/training/POLICY/trained. :func:`interpreter` makes what
-``MEGAFLOW_TRAINER_PYTHON`` may name.
+If trainer and engine share GPUs, it takes its turns and is killed in one. Each step appends a line
+``start step rollout…`` to RUN/training/POLICY/trained. :func:`interpreter` makes a program for
+``MEGAFLOW_TRAINER_PYTHON``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.places import ROOT
 
 
 def interpreter(path: Path, dies: int) -> Path:
-    """Makes a program that runs the stand-in where a Python would run the trainer, and is a Python else."""
+    """Make a program that runs the stand-in instead of the trainer, and otherwise acts as Python."""
     path.write_text(
         f'#!/bin/bash\ncase $1 in -c) exec "{sys.executable}" "$@" ;; esac\necho "$*"\n'
         f'export PYTHONPATH="{ROOT}" STAND_IN_DIES={dies}\n'
@@ -31,7 +31,7 @@ def interpreter(path: Path, dies: int) -> Path:
 
 
 def trained(run: RunDir, policy: str = "default") -> list[list[str]]:
-    """Returns the words of each line that it left: start, step, rollouts."""
+    """Return the words of each line that it wrote: start, step, rollouts."""
     return [line.split() for line in (run.training / policy / "trained").read_text().splitlines()]
 
 

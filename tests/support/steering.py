@@ -1,4 +1,4 @@
-"""Texts that steer a terminal which is shown them."""
+"""Texts that control a terminal on which they are printed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ATTACKS = {
     "delete": "\x7f",
 }
 EVIL = "".join(text for name, text in ATTACKS.items() if name != "half a character")
-"""All of them that are UTF-8."""
+"""All attacks that are valid UTF-8."""
 STEERING = set(map(chr, range(32))) - set("\n\t") | set(map(chr, range(127, 160))) | set("\u202e\u2066\u2069\u2028")
 
 
 def harmless(text: str) -> bool:
-    """Whether a terminal shows a text, and obeys nothing in it."""
+    """Return whether a terminal prints a text without obeying anything in it."""
     return not STEERING & set(text) and not any(0xD800 <= ord(character) < 0xE000 for character in text)

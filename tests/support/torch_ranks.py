@@ -1,4 +1,4 @@
-"""Runs a script with torch in the engine's environment, on one rank or on several as torchrun starts them."""
+"""Run a script with torch in the engine's environment, on one rank or on several as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.places import ROOT
 
 CLOSED = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""How ``trainer.sh`` has the ranks of one node meet."""
+"""Network settings by which ranks of one node meet, as in ``trainer.sh``."""
 
 
 def engine_python() -> Path:
-    """The interpreter that has torch and transformers."""
+    """Return the interpreter that has torch and transformers."""
     venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
     if not venv:
         pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
@@ -27,7 +27,7 @@ def engine_python() -> Path:
 
 
 def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1, timeout_s: float = 240) -> Any:
-    """Runs ``script`` in ``folder`` and returns the JSON of the last line that rank 0 prints; one thread each."""
+    """Run ``script`` in ``folder`` with one thread per rank; return the JSON of rank 0's last line."""
     path, meeting = folder / "script.py", folder / secrets.token_hex(4)
     path.write_text(script)
     several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED] if ranks > 1 else []

@@ -1,4 +1,4 @@
-"""Rollouts as an engine would have sampled them, in a run directory block by block: a campaign without its pods."""
+"""A campaign without pods: rollouts as an engine would have sampled them, stored in a run directory block by block."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def training_run(
     sampling: dict[str, float] | None = None,
     **more: Any,
 ) -> RunDir:
-    """Makes the run directory of a campaign that trains the policy ``default`` and has asked for nothing yet.
+    """Make the run directory of a campaign that trains the policy ``default`` and has requested nothing yet.
 
     Args:
-        held_out: how many of the tasks are only for evaluation, the last ones.
+        held_out: number of tasks, the last ones, that are only for evaluation.
         sampling: sampling settings of the policy.
         more: further sections of the campaign file.
     """
@@ -70,7 +70,7 @@ def training_run(
 def sampled(
     rollout: Rollout, reward: float | None, version: int = 0, seed: int = 0, status: str = "completed", turns: int = 2
 ) -> Trajectory:
-    """Returns the trajectory of a rollout with a conversation of some turns, drawn from a seed."""
+    """Return the trajectory of a rollout with a random conversation, drawn from a seed."""
     draw = np.random.default_rng([seed, *rollout.id.encode()])
     one = TokenSequence(rollout.policy)
     verified = status in ("completed", "truncated")
@@ -87,11 +87,11 @@ def sampled(
 
 
 class Pods:
-    """Stands for all pods of a campaign: samples what the ledger's blocks ask for.
+    """Stands for all pods of a campaign: samples the rollouts in the ledger's blocks.
 
     Args:
         reward: rollout → its reward.
-        version: the number of the weight version that samples; called for each rollout.
+        version: returns the number of the weight version that samples; called for each rollout.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Pods:
         status: Callable[[Rollout], str] = lambda rollout: "completed",
         only: Callable[[Rollout], bool] = lambda rollout: True,
     ) -> int:
-        """Samples what is asked for and not there yet; returns how many rollouts that was."""
+        """Sample the requested rollouts that are missing; return their number."""
         todo = [(block.number, r) for block in read_blocks(self._run) for r in block.rollouts if r.id not in self._done]
         todo = [(block, rollout) for block, rollout in todo if only(rollout)]
         for block, rollout in todo[:most]:
@@ -120,22 +120,23 @@ class Pods:
         return len(todo[:most])
 
     def store(self, block: int, trajectory: Trajectory, epoch: int = 0) -> None:
-        """Appends one trajectory."""
+        """Append one trajectory."""
         self._done.add(trajectory.id)
         record = {"kind": "trajectory", "block": block, "epoch": epoch, "trajectory": trajectory.to_record()}
         self._journal.append(record)
 
     def close(self) -> None:
-        """Ends the journal."""
+        """Close the journal."""
         self._journal.close()
 
 
 def trained_on(files: TrainingFiles) -> list[str]:
-    """Ids of the rollouts that a training's plans hold, step by step; one that was taken twice stands there twice."""
+    """Return the ids of the rollouts in a training's plans, in the order of steps. A rollout used twice appears
+    twice."""
     plans = [plan for number in files.numbers(StepPlan) if (plan := files.read(StepPlan, number))]
     return [rollout.id for plan in plans for rollout in plan.rollouts]
 
 
 def rollouts(tasks: Sequence[str], samples: int, round: int = 0) -> list[Rollout]:
-    """Every sample of these tasks."""
+    """Return every sample of these tasks."""
     return [Rollout(task, "default", sample, "nop", round) for task in tasks for sample in range(samples)]

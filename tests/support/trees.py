@@ -1,4 +1,4 @@
-"""Trees of files as a hostile task may leave them."""
+"""Trees of files that a hostile task may leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def nest(root: Path, depth: int, name: str) -> None:
-    """Makes ``depth`` directories one in the other, far beyond what a path may be long, with a file in each."""
+    """Make ``depth`` nested directories, far beyond the maximum path length, with a file in each."""
     root.mkdir()
     here = os.open(root, os.O_RDONLY)
     for _ in range(depth):

@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> None:
-    """Waits until ``condition()`` is true; the test fails, naming ``what``, if that takes over ``timeout_s``."""
+    """Wait until ``condition()`` is true. After ``timeout_s`` the test fails with ``what`` in the message."""
     assert eventually(condition, timeout_s, every_s), f"{what}: not within {timeout_s:g} s"
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.1) -> bool:
-    """Whether ``condition()`` becomes true within ``timeout_s``; asked every ``every_s`` seconds."""
+    """Return whether ``condition()`` becomes true within ``timeout_s``; it is polled every ``every_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -26,7 +26,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 30.0, every_s
 
 
 async def until_async(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    """As :func:`until`, while the event loop goes on."""
+    """Do the same as :func:`until` without blocking the event loop."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -34,7 +34,7 @@ async def until_async(condition: Callable[[], object], what: str, timeout_s: flo
 
 
 def some_at_a_time(number: int, works: Iterable[Awaitable[T]]) -> list[Awaitable[T]]:
-    """The same works, of which ``number`` go on at once when all are awaited together."""
+    """Return the same awaitables, of which at most ``number`` run at once."""
     turns = asyncio.Semaphore(number)
 
     async def one(work: Awaitable[T]) -> T:
