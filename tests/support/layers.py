@@ -13,9 +13,8 @@ from megaflow_hpc.environments.images.layers.unpacking import unpack
 from megaflow_hpc.environments.images.store import ImageStore
 
 Entries = Mapping[str, str | bytes | None]
-"""Name → content of an entry. ``None`` deletes the name. A name ending with ``/`` is a directory; the content ``opaque``
-hides the directory's lower content. Content that begins with ``->`` is a link's target.
-"""
+"""Name → content of an entry. ``None`` deletes the name. A name ending with ``/`` is a directory; the content
+``opaque`` hides the directory's lower content. Content that begins with ``->`` is a link's target."""
 
 OPAQUE = "opaque"
 
