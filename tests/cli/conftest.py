@@ -1,4 +1,4 @@
-"""A host without Slurm, and a campaign that needs neither Apptainer nor an image of any size."""
+"""A host without Slurm, and a campaign that needs neither Apptainer nor a real image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Megaflow = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(autouse=True)
 def bare_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No program on PATH, scratch and home of the test's own, and no variable of a lab or job."""
+    """Empty PATH, own scratch and home directories, and no variables of a lab or job."""
     for name in ("SLURM_CONF", "SLURM_JOB_ID", "MEGAFLOW_SITE_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("scratch", "home", "bin"):
@@ -28,12 +28,12 @@ def bare_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(PlanProgress, "EVERY_S", 3600.0)  # how slow the machine is changes nothing of what is printed
+    monkeypatch.setattr(PlanProgress, "EVERY_S", 3600.0)  # the speed of the machine does not change the output
 
 
 @pytest.fixture
 def campaign(tmp_path: Path) -> Path:
-    """A campaign file of two tasks, with the agents oracle and nop, on an unpacked image."""
+    """Write a campaign file with two tasks, the agents oracle and nop, and an unpacked image."""
     for number in range(2):
         write_solved_task(tmp_path / "tasks", f"task{number}")
     (tmp_path / "image" / "bin").mkdir(parents=True)
@@ -47,13 +47,13 @@ def campaign(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def planned(campaign: Path) -> Run:
-    """A run of the campaign, planned and not started."""
+    """Plan a run of the campaign without starting it."""
     return Campaign.from_yaml(campaign).plan(launcher="local")
 
 
 @pytest.fixture
 def megaflow(capsys: pytest.CaptureFixture[str]) -> Megaflow:
-    """Runs one verb within the test, without a start of Python; returns what it printed and its exit status."""
+    """Return a function that runs one verb in this process and returns its output and exit status."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()

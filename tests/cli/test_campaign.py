@@ -1,4 +1,4 @@
-"""Verbs about a campaign, on a host without Slurm and without anything being run."""
+"""Verbs about a campaign, on a host without Slurm, without running anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def refused(words: list[str], capsys: Capture, status: int = 2) -> str:
-    """The one line that a refused command says on stderr."""
+    """Return the single line that a refused command prints on stderr."""
     assert main(words) == status
     said = capsys.readouterr()
     assert said.out == ""

@@ -1,4 +1,4 @@
-"""What is said of a campaign before anything is queued: of the file first, all of it at once, and then of the site."""
+"""Checks before anything is queued: first all mistakes of the file, then those of the site."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGURATION = "ClusterName = lab\nMaxArraySize = 501\nAccountingStorageEnforce
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs of Slurm's names, which print what Slurm does of two partitions; queueing fails. The folder of them."""
+    """Make programs with the names of Slurm's that print what Slurm prints about two partitions. Queueing fails."""
     folder = tmp_path / "slurm"
     folder.mkdir()
     printed = {
@@ -49,7 +49,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(campaign: Path) -> list[Path]:
-    """What lies beside the campaign file, scratch apart."""
+    """Return the files next to the campaign file, without scratch."""
     return sorted(path for path in campaign.parent.rglob("*") if "scratch" not in path.parts)
 
 
@@ -162,7 +162,7 @@ def test_what_no_partition_can_run_is_refused_with_key_and_limit_and_nothing_is_
     assert megaflow("check", campaign).stderr == (
         f"{campaign}:5: slurm.pods.time: 60 is longer than QOS normal allows (MaxWall 0:50:00); ask for less\n"
     )
-    # Where the file says nothing, the partition's day and the gather job's hour are what that QOS allows.
+    # Without values in the file, the partition's day and the gather job's hour are what that QOS allows.
     campaign.write_text(right)
     done = megaflow("submit", campaign, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
@@ -190,14 +190,14 @@ def test_what_will_go_badly_is_warned_of(campaign: Path, slurm: Path, megaflow: 
         f"{campaign}:5: rollouts of 2 of 2 tasks may take up to 1200 s (time-outs of agent and tests)"
     )
     assert "a pod runs them for 840 s, its walltime less 60 s" in cut
-    # Pools that say nothing of their own are one warning with the pods that they are like.
+    # Pools without own values share one warning with the pods that they resemble.
     pools = "[{partition: cpu}, {partition: gpu}, {time: 10}]"
     campaign.write_text(f"{right}slurm: {{pods: {{time: 15, pools: {pools}}}}}\nsamples: 8\n")
     assert ["840 s" in line for line in json.loads(megaflow("check", campaign, "--json").stdout)["warnings"]] == [
         True,
         False,
     ]
-    # Without rules that look at whole groups a group is shared out, and only rollouts can be too few.
+    # Without rules on whole groups, a group may be split, and only the number of rollouts can be too small.
     campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 60}}}}\nsamples: 8\n")
     assert json.loads(megaflow("check", campaign, "--json").stdout)["warnings"] == []
     campaign.write_text(f"{right}slurm: {{pods: {{count: 3, time: 60}}}}\n")
@@ -307,7 +307,7 @@ def test_a_group_shares_a_site_profile(
     slurm = record["campaign"]["slurm"]
     assert (slurm["account"], slurm["setup"], slurm["pods"]["partition"]) == ("mine", ["module load apptainer"], "cpu")
     assert (slurm["pods"]["count"], slurm["pods"]["extra"]) == (1, {"qos": "low", "nice": 5})
-    assert record["campaign"]["model"] is None  # a profile completes models, and makes none
+    assert record["campaign"]["model"] is None  # a profile completes models and never creates them
     assert (record["site"]["name"], record["site"]["file"]) == ("hpc", str(profile))
     assert record["site"]["fields"]["model"] == {"python": "/opt/vllm"}
 
@@ -356,7 +356,7 @@ def test_init_writes_a_campaign_for_this_site_and_asks_nothing(
     pods, servers = found.slurm.pods, found.slurm.servers
     assert (pods.partition, pods.time, pods.ranks_per_node) == ("cpu", "4:00:00", 4)
     assert (servers.partition, servers.time) == ("gpu", "2:00:00")
-    # It is right but for tasks, of which there are none yet; one begun beside it does for the rest.
+    # Only the tasks are missing; adding one task completes the campaign.
     assert "no Harbor task directory" in megaflow("check", place / "campaign.yaml").stderr
     assert megaflow("tasks", "new", "first", place / "tasks").returncode == 0
     assert megaflow("check", place / "campaign.yaml").returncode == 0
@@ -364,7 +364,7 @@ def test_init_writes_a_campaign_for_this_site_and_asks_nothing(
     assert (done.returncode, "--force" in done.stderr) == (2, True)
     assert megaflow("init", place, "--force", "--json").returncode == 0
 
-    # A model at hand, an engine and a profile are taken; a controller that is away is said, and nothing asked of it.
+    # Available models, engines and profiles are used. If the controller is away, the file says so.
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     sites = tmp_path / "config" / "megaflow-hpc" / "sites"
     sites.mkdir(parents=True)
@@ -418,7 +418,7 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     # Two of five pods run at once, each with two worker ranks of two slots: 40 rollouts of 900 s on 8 slots.
     assert (found["slots"], found["nodes"], found["time_s"]) == (8, 2, 5 * 900)
     assert found["core_hours"]["expected"] == pytest.approx(2 * 6 * 4500 / 3600)
-    assert found["core_hours"]["by_walltime"] == pytest.approx(5 * 6 + 6)  # five pods, and the gather job
+    assert found["core_hours"]["by_walltime"] == pytest.approx(5 * 6 + 6)  # five pods and the gather job
     text = "\n".join(found["site"])
     for words in (
         "MaxArraySize: pods are 2 arrays of at most 3 elements",
@@ -444,7 +444,7 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     found = json.loads(done.stdout)["estimate"]
     assert (found["slots"], found["time_s"], found["jobs"][0]["role"]) == (4, 100, "local")
     earlier = run_dir(tmp_path / "earlier")
-    commit(earlier, "pod", *((number, 0, trajectory(number)) for number in range(4)))  # of 0.25 s each
+    commit(earlier, "pod", *((number, 0, trajectory(number)) for number in range(4)))  # 0.25 s each
     gather(earlier)
     before = files(campaign)
     found = json.loads(megaflow("submit", campaign, "--dry-run", "--like", earlier.path, "--json").stdout)["estimate"]
@@ -463,12 +463,12 @@ def test_planning_says_what_it_is_at_when_that_takes_long(
     with PlanProgress() as watch:
         watch.step("reading tasks")
         said = ""
-        while said.count("reading tasks: 0:0") < 2:  # says so again and again, until the test's own time is up
+        while said.count("reading tasks: 0:0") < 2:  # repeats it until the test's own timeout
             time.sleep(0.01)
             said += capsys.readouterr().err
         watch.show(BuildProgress(1, 1, 0, 1, 1, 0, 0))
         watch.step("listing rollouts")
-        while "listing rollouts: 0:0" not in said:  # the end of images is not the end of planning
+        while "listing rollouts: 0:0" not in said:  # planning continues after the images
             time.sleep(0.01)
             said += capsys.readouterr().err
     assert "images: 1/1 made" in said

@@ -1,4 +1,4 @@
-"""What a shell completes, asked of a real bash, zsh and tcsh; and the man page, laid out by a real groff."""
+"""Completion by a real bash, zsh and tcsh, and the man page formatted by a real groff."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_zsh_completes_verbs_options_choices_and_paths(tmp_path: Path, capsys: p
 
 
 def settings_of_zsh(place: Path, script: str) -> None:
-    """Writes the files with which a zsh begins, wherever it was unpacked."""
+    """Write the start-up files of a zsh that may be unpacked in any directory."""
     (place / "_megaflow-hpc").write_text(script)
     assert ZSH
     usr = next(
@@ -95,13 +95,13 @@ def test_tcsh_completes_verbs_choices_and_paths(tmp_path: Path, capsys: pytest.C
 
 
 HOSTILE = ("a$(touch ran)", "b`touch ran`", "c;touch ran;", "d\ntouch ran\n", "e\x1b]0;owned\x07", "f'\"$(touch ran)")
-"""Names of run directories that others have made; each is told from the others by its first character."""
+"""Names of run directories by other users. Each has a different first character."""
 
 
-@pytest.mark.slow  # at a terminal, one name after the other
+@pytest.mark.slow  # on a terminal, one name after another
 @pytest.mark.parametrize("name", ["bash", "zsh", "tcsh"])
 def test_a_name_that_is_completed_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """TAB behind its beginning, then Return: the program gets the name as one word, and nothing else runs."""
+    """After TAB and Return the program gets the name as one word, and nothing else runs."""
     program = {"bash": BASH, "zsh": ZSH, "tcsh": TCSH}[name]
     assert program
     assert main(["completion", name]) == 0
@@ -116,7 +116,7 @@ def test_a_name_that_is_completed_runs_nothing(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / ".tcshrc").write_text(f"set prompt='ready> '\n{script}")
     settings_of_zsh(tmp_path, script)
     words = ["--rcfile", str(tmp_path / ".bashrc"), "-i"] if name == "bash" else []
-    path = f"{tmp_path / 'programs'}:/usr/bin:/bin"  # where touch is
+    path = f"{tmp_path / 'programs'}:/usr/bin:/bin"  # the directory of touch
     with Shell(tmp_path, program, *words, HOME=str(tmp_path), ZDOTDIR=str(tmp_path), PATH=path) as shell:
         for one in HOSTILE:
             shell.enters(f"status {one[0]}\t", told)
@@ -128,13 +128,13 @@ def test_a_name_that_is_completed_runs_nothing(tmp_path: Path, capsys: pytest.Ca
 
 
 class Shell:
-    """A shell at a terminal, in a directory with a campaign file and a folder of runs."""
+    """A shell on a terminal, in a directory with a campaign file and a directory of runs."""
 
     def __init__(self, place: Path, program: str, *words: str, **environ: str) -> None:
         (place / "runs").mkdir()
         (place / "campaign.yaml").touch()
         assert SETSID
-        # With the terminal as its own: without, tcsh edits no lines.
+        # Use a controlling terminal; without one, tcsh does no line editing.
         self._terminal = Terminal(100, 30, SETSID, "--ctty", "--wait", program, *words, cwd=place, **environ)
 
     def __enter__(self) -> Shell:
@@ -142,25 +142,25 @@ class Shell:
         return self
 
     def completes(self, typed: str, shown: str) -> None:
-        """Types the beginning of a command line and TAB, and waits for the line."""
-        self._terminal.write(f"megaflow-hpc {typed}\t.")  # the dot shows where the cursor was
+        """Type the beginning of a command line and TAB, and wait for the line."""
+        self._terminal.write(f"megaflow-hpc {typed}\t.")  # the dot marks the cursor
         self._terminal.until(f"ready> megaflow-hpc {shown}.")
-        self._terminal.write("\x15\x0c")  # kill the line, clear the screen
+        self._terminal.write("\x15\x0c")  # kill the line and clear the screen
 
     def enters(self, typed: str, told: Path) -> None:
-        """Types a command line with a TAB and Return; waits until the program was run, or a while."""
+        """Type a command line with a TAB and Return; wait until the program ran, or for a timeout."""
         before, end = told.stat().st_size if told.exists() else 0, time.monotonic() + 3
         self._terminal.write(f"megaflow-hpc {typed}")
         self._terminal.settle()
         self._terminal.write("\r")
         while not (told.exists() and told.stat().st_size > before) and time.monotonic() < end:
             self._terminal.settle()
-        self._terminal.write("\x03")  # where a quote is open
-        self._terminal.settle()  # before what is typed next, which an interrupt takes along
+        self._terminal.write("\x03")  # if a quote is open
+        self._terminal.settle()  # before more input, which an interrupt would discard
 
     @property
     def written(self) -> str:
-        """All that came from it."""
+        """All output so far."""
         return self._terminal.written.decode(errors="replace")
 
     def __exit__(self, *error: object) -> None:
@@ -171,7 +171,7 @@ class Shell:
 def test_the_man_page_is_laid_out_without_a_warning_and_names_verbs_and_variables() -> None:
     assert GROFF
     page = ROOT / "share" / "man" / "man1" / "megaflow-hpc.1"
-    [data] = (Path(GROFF).resolve().parents[1] / "share" / "groff").glob("1.*")  # it may have been unpacked anywhere
+    [data] = (Path(GROFF).resolve().parents[1] / "share" / "groff").glob("1.*")  # it may be unpacked in any directory
     paths = {
         "PATH": str(Path(GROFF).parent),
         "GROFF_FONT_PATH": str(data / "font"),

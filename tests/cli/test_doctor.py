@@ -1,4 +1,4 @@
-"""The verb ``doctor``: the shape of its report on a host that lacks everything."""
+"""The verb ``doctor``: the form of its report on a host without any component."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_finding_has_a_level_and_what_fails_a_remedy(capsys: pytest.Captur
     for finding in report["findings"]:
         assert set(finding) == {"check", "level", "found", "remedy"}
         assert finding["level"] in ("ok", "warn", "FAIL")
-        # An error of a check ends with its remedy, after a semicolon.
+        # Each error ends with its remedy after a semicolon.
         assert finding["level"] != "FAIL" or finding["remedy"] or "; " in finding["found"], finding
     assert main(["doctor"]) == 3
     lines = capsys.readouterr().out.splitlines()
@@ -42,7 +42,7 @@ def test_programs_of_slurm_without_a_cluster_come_with_what_to_do(
 def test_an_agent_that_lacks_a_dependency_is_not_ok(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The package and its metadata are there, and what it imports is not."""
+    """The package and its metadata exist, but a module that it imports is missing."""
     (tmp_path / "jinja2.py").write_text("raise ModuleNotFoundError(\"No module named 'jinja2'\", name='jinja2')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     main(["doctor", "--json"])

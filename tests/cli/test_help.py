@@ -1,4 +1,4 @@
-"""The help of every verb, read by a test: what no help may lack, what none may contain, and examples that parse."""
+"""The help of every verb: required parts, forbidden words, and examples that parse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(*words: str) -> int:
 
 
 def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Name → help of each argument and verb of a parser."""
+    """Return name → help of each argument and verb of a parser."""
     lines = {"/".join(action.option_strings) or action.dest: str(action.help) for action in parser._actions}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -61,7 +61,7 @@ def test_help_is_plain_text_that_fits_the_terminal(prog: str, monkeypatch: pytes
 def test_every_example_is_a_command_line_that_parses(
     prog: str, planned: Run, campaign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(campaign.parent)  # where latest is a run
+    monkeypatch.chdir(campaign.parent)  # if latest is a run
     examples = (EVERY[prog].epilog or "").splitlines()[1:]
     assert examples
     own = prog.removeprefix("megaflow-hpc ")
@@ -74,7 +74,7 @@ def test_every_example_is_a_command_line_that_parses(
 
 
 def test_types_of_arguments_say_what_they_expected() -> None:
-    """``argparse`` itself would say "invalid _limit value": the name of a function, and no remedy."""
+    """``argparse`` would say "invalid _limit value": a function's name without a remedy."""
     silent = []
     for prog, parser in EVERY.items():
         for action in parser._actions:
@@ -176,7 +176,7 @@ def test_json_and_debug_may_stand_anywhere(planned: Run, capsys: Capture) -> Non
 
 
 def filled(action: argparse.Action) -> list[str]:
-    """Words that an argument takes: an option with its values, or the values alone."""
+    """Return words that an argument accepts: an option with its values, or the values alone."""
     values = list(map(str, action.choices or ())) or ["1", "a", "core_hours=1", "1/2"]
     count = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("+", "*") else 1
     for value in ["latest"] if action.dest == "run_dir" else values:
@@ -191,7 +191,7 @@ def filled(action: argparse.Action) -> list[str]:
 def test_options_may_stand_before_between_and_behind_what_a_verb_needs(
     planned: Run, campaign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most of all those with any number of values, which took the campaign file for one of them."""
+    """Options with any number of values are the hard case: they could take the campaign file as a value."""
     monkeypatch.chdir(campaign.parent)
     tried = 0
     for parser in (parser for parser in EVERY.values() if not verbs_of(parser)):

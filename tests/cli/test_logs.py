@@ -9,6 +9,7 @@ import pytest
 
 from megaflow_hpc.cli.runs import logs as verb
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.rundir import logs
 from megaflow_hpc.rundir.events import AttemptEvent, EventWriter, RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
@@ -22,10 +23,11 @@ ERROR = "\x1b]0;evil\x07 it broke"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A finished run of one stored rollout, with logs of two pods, an engine and a gather job."""
+    """Make a finished run of one stored rollout, with logs of two pods, an engine and a gather job."""
     run = run_dir(tmp_path / "run")
     planned = read_run(run)
-    planned.tasks, planned.policies = {"task": {}}, {"default": PolicyRecord()}
+    planned.packed = write_tasks(run, [PlannedTask({"id": "task"}, {})])
+    planned.policies = {"default": PolicyRecord()}
     write_run(run, planned)
     test = Artifact("verifier.log", b"expected 42\n\x1b[31m\xff\n")
     commit(run, "a", (0, 0, trajectory(5, artifacts=[test])))

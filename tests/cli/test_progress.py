@@ -1,7 +1,7 @@
-"""Nothing long is silent: whatever grows with a campaign is done while its verb says what it is at.
+"""No long operation is silent: everything that grows with a campaign runs while its verb shows progress.
 
-Time decides nothing here. The verbs run as they are, and at each call of a function that takes long with a large
-campaign it is noted whether a watch that has something to say was open.
+No times are measured. The verbs run unchanged, and each call of a function that takes long in a large campaign checks
+that a progress line is open.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONG: dict[str, list[Any]] = {
     "run {campaign} --launcher local --dry-run": [draft.expand],
     "gather {run} --rebuild": [gather.gather],
     "status {run}": [Monitor.status],
-    "resume {run} --launcher local": [gather.gather, tally.recount],  # the status is shown at each look
+    "resume {run} --launcher local": [gather.gather, tally.recount],  # each poll shows the status
     "cancel {run}": [Monitor.status],
     "validate {run}": [validate.validate],
     "verify {run}": [checksums.verify],
@@ -49,12 +49,12 @@ LONG: dict[str, list[Any]] = {
     "report {run} --prometheus {run}/metrics.prom": [LoadedRun.__init__],
     "compact {run} --drop-journals --dry-run": [compact.drop_journals],
 }
-"""Words, in an order in which each finds what it needs, and the functions that make them long."""
+"""Command lines, in an order in which each finds its input, and the functions that take long in them."""
 
 
 @contextmanager
 def observed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, bool]]]:
-    """Counts the calls of each function, and whether a watch that has a step was open."""
+    """Count the calls of each function, and those while a progress line with a step was open."""
     open_: list[PlanProgress] = []
     names = {function.__code__: function.__qualname__ for functions in LONG.values() for function in functions}
     calls: Counter[tuple[str, bool]] = Counter()
@@ -100,7 +100,7 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     said = ""
     with under_way("exporting RUN") as watch:
         watch.detail("jsonl 3/9 trajectories")
-        while "exporting RUN, jsonl 3/9 trajectories: 0:00" not in said:  # until the test's own time is up
+        while "exporting RUN, jsonl 3/9 trajectories: 0:00" not in said:  # until the test's own timeout
             said += capsys.readouterr().err
         watch.step("writing")
         while "writing: 0:00" not in said:

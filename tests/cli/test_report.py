@@ -1,4 +1,4 @@
-"""``report`` writes what it says, under the names it says, and is clear about what it cannot do."""
+"""``report`` writes the announced content under the announced names, and says clearly what it cannot do."""
 
 from __future__ import annotations
 

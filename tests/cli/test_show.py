@@ -104,7 +104,7 @@ def test_show_tokens_prints_every_id_with_its_logprob(megaflow, run):
 
 
 def tokenizer(path, byte_level=True):
-    """A tokenizer.json in which the ids of ``sampled_and_prompt`` mean something."""
+    """Make a tokenizer.json in which the ids of ``sampled_and_prompt`` have a meaning."""
     pieces = ["Ġthe", "Ċ", "Ã", "¼"] if byte_level else ["▁the", "<0x0A>", "<0xC3>", "<0xBC>"]
     path.parent.mkdir(parents=True, exist_ok=True)
     decoder = {"type": "ByteLevel"} if byte_level else {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}

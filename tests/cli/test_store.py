@@ -21,7 +21,7 @@ from tests.support.samples import commit, run_dir, trajectory
 
 @pytest.fixture
 def run(tmp_path):
-    """A gathered run of three rollouts: one with a superseded attempt, one with a log, one that names its user."""
+    """Make a gathered run of three rollouts: one with a superseded attempt, one with a log, one that names its user."""
     run = run_dir(tmp_path / "run")
     attempts = [Attempt(0, "failed", "node", "lost"), Attempt(1, "completed")]
     messages = [{"role": "user", "content": "cat /home/jane/notes"}]
@@ -198,7 +198,7 @@ def test_anonymise_writes_a_copy_without_names(megaflow, run, tmp_path):
 
 
 def test_an_anonymised_rollout_keeps_no_sampled_ids_in_an_artifact(megaflow, tmp_path):
-    """Older software kept them in ``engine.jsonl`` too; they spell the text that was changed."""
+    """Older software stored them in ``engine.jsonl`` too; they encode the text that was changed."""
     run = run_dir(tmp_path / "run")
     user = getpass.getuser() if len(getpass.getuser()) > 2 and getpass.getuser() != "root" else "jane"
     ids = Artifact("engine.jsonl", b'{"token_ids": [1, 2]}\n')

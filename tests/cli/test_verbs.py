@@ -1,4 +1,4 @@
-"""Every verb of the command line: help, one line for a bad argument, and JSON alone on stdout."""
+"""Every verb: its help, one line about a bad argument, and only JSON on stdout."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ WRONG = {
     "weights list": ("/no/run", "/no/run", NO_RUN),
     "janitor": ("--scrtch /no", "--scrtch", "no such option"),
 }
-"""Verb → its arguments, one of which is bad, the value that is refused, and what is said about it."""
+"""Verb → arguments of which one is bad, the refused value, and part of the message."""
 
 
 def verbs(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every verb that can be called, and its parser."""
+    """Return every verb that can be called, and its parser."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for name, below in (pair for group in groups for pair in group.choices.items()):
         yield from verbs(below, f"{words} {name}".strip())
@@ -80,11 +80,11 @@ def verbs(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[st
 
 PARSERS = dict(verbs(build_parser()))
 NO_JSON = {"completion", "help"}
-"""Verbs whose output is a text by itself."""
+"""Verbs whose output is itself a text."""
 
 
 def call(words: str) -> int:
-    """The exit status of a command line, whether the verb returns it or argparse ends."""
+    """Return the exit status of a command line, whether the verb returns or argparse exits."""
     return main(shlex.split(words))
 
 

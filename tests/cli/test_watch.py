@@ -1,8 +1,9 @@
-"""The view of watch where there is much to show, and its lines where there is no terminal."""
+"""The view of watch with many rollouts, and its lines without a terminal."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megaflow_hpc.cli.view.app import Polled, WatchApp
 from megaflow_hpc.cli.view.detail import DetailScreen, facts_about
 from megaflow_hpc.cli.view.reader import RunView
 from megaflow_hpc.cli.view.tables import RolloutRows, RolloutTable
+from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
@@ -25,13 +27,14 @@ from megaflow_hpc.rundir.events import (
     WorkerEvent,
 )
 from megaflow_hpc.rundir.record import read_run, write_run
+from tests.support.ledgers import LEASE
 from tests.support.terminals import screen, shows
 
 MANY = 10_000
 
 
 def write_events(run: Run, left: int) -> None:
-    """What a pod says of many rollouts: all have begun, all but ``left`` are stored, every thousandth failed."""
+    """Write a pod's events about many rollouts: all started, all but ``left`` stored, every thousandth failed."""
     record = read_run(run.dir)
     record.total = MANY
     write_run(run.dir, record)
@@ -48,6 +51,8 @@ def write_events(run: Run, left: int) -> None:
             failed = {"status": "failed", "kind": "user", "error": "[red]no\x1b[0m\nway"} if number % 1000 == 0 else {}
             events.write(RolloutEvent(**{"id": rollout, "status": "completed", "reward": 1.0, **failed}))
     events.close()
+    progress = {"t": time.time() + 1, "running": left, "queued": 0, "stored": MANY - left}
+    write_json(run.dir.ledger / "leases" / "7_0.0", {**LEASE, "pod": "7_0", "job_id": "7_0", **progress})
 
 
 def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +94,11 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             events.close()
             app.reader.wake()
             await shows(pilot, "later/1/0")
-            assert rows.key == chosen  # what was stored meanwhile has not moved the choice to another
+            assert rows.key == chosen  # the selection stays on its row when others are stored
             app.push_screen(DetailScreen(chosen, app.reader))
-            app.on_polled(Polled(RunView(app.snapshot)))  # while that screen is being made
+            app.on_polled(Polled(RunView(app.snapshot)))  # while that screen is created
             await shows(pilot, f"{chosen}  completed")
-        app.on_polled(Polled(RunView(app.snapshot)))  # one that comes when the screen is gone
+        app.on_polled(Polled(RunView(app.snapshot)))  # one that arrives after the screen has closed
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""The verbs ``weights publish`` and ``weights list`` on runs whose engines do not run."""
+"""The verbs ``weights publish`` and ``weights list`` on runs without running engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def served(campaign: Path) -> Run:
-    """A planned run with two policies, both of scripted engines."""
+    """Plan a run with two policies that have scripted engines."""
     (campaign.parent / "answers.yaml").write_text('default: ["42"]\n')
     model = "{engine: scripted, script: answers.yaml}"
     text = campaign.read_text().replace("[oracle, nop]", "mini-swe-agent")

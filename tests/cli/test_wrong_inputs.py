@@ -1,4 +1,4 @@
-"""What people really mistype, and what is said to it: the place, the value and what to do, in one line."""
+"""Common mistakes, and the answer in one line: place, value and remedy."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         "image.sif: no such file; expected a SIF, a .def file, a directory or docker://…",
     ),
 }
-"""What is wrong → the campaign file, and what is said about it."""
+"""Mistake → the campaign file and the message."""
 
 VALUES = {
     "samples: [1]": "samples: expected a whole number of at least 1, found a list",
@@ -115,7 +115,7 @@ VALUES = {
     "slurm: {pods: {mem_gb: 4G}}": "mem_gb '4G': expected a number of at least 0.001; write the number of GB alone",
     "slurm: {setup: 3}": "slurm.setup 3: expected a list",
 }
-"""A line of a campaign file → what is said of its value."""
+"""Line of a campaign file → message about its value."""
 
 NO_RUN = "not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
 A_FILE = "file: a file, expected a run directory; list run directories with: megaflow-hpc list"
@@ -151,12 +151,12 @@ WORDS = {
     "images pull ubuntu": "ubuntu: neither an address (docker://…) nor a SIF file; did you mean docker://ubuntu?",
     "images build docker://x --map foo": "--map foo: expected NAME=VALUE",
 }
-"""Words → what is said to them."""
+"""Command line → message."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a run, a good campaign file, a file and directory of no use, and two files of lines."""
+    """Make a directory with a run, a valid campaign file, an irrelevant file and directory, and two JSONL files."""
     folder = tmp_path_factory.mktemp("wrong")
     for number in range(2):
         write_solved_task(folder / "tasks", f"task{number}")
@@ -176,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That directory, as the one in which a verb is called; what is wrong changes nothing in it."""
+    """Change into that directory. Mistakes must change nothing in it."""
     monkeypatch.chdir(folder)
     return folder
 
@@ -196,7 +196,7 @@ def test_a_wrong_campaign_file(wrong: str, here: Path, capsys: pytest.CaptureFix
     content, said = FILES[wrong]
     (here / "c.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert said in refused(["plan", "c.yaml"], capsys)
-    assert not (here / "runs").exists()  # nothing is left behind
+    assert not (here / "runs").exists()  # no files remain
 
 
 @pytest.mark.parametrize("line", VALUES)

@@ -1,6 +1,6 @@
-"""Attempted cheating, one hole a test: what an agent that is root in its sandbox leaves for the verifier to meet.
+"""Cheating attempts, one per test: what an agent with root in its sandbox can leave for the verifier.
 
-The task's test looks for 42 in the file ``answer``; no agent here writes it, so every honest verdict is 0.
+The task's test expects 42 in the file ``answer``. No agent here writes it, so the correct reward is always 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write(root: Path, test: str) -> Task:
 
 
 async def verdict_of(provider: ApptainerProvider, spec: SandboxSpec, task: Task, agent: str, fresh: bool) -> Verdict:
-    """The verdict after an agent ran ``agent``, a shell script, in a sandbox of its own."""
+    """Return the verdict after an agent ran the shell script ``agent`` in a new sandbox."""
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)
         await sandbox.exec(agent, timeout_s=600)
@@ -122,7 +122,7 @@ Side = Callable[[str], Verdict]
 
 @pytest.fixture(scope="module")
 def side_by_side(rootfs: str, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Side:
-    """The verdicts on all holes, some at a time: a sandbox each, as the agents of a node have."""
+    """Return the verdicts on all attempts. Several run at once, each in its own sandbox."""
     cases = [(hole, agent, TEST, False) for hole, agent in HOLES.items()]
     for mode in MODES:
         cases += [(f"{mode}: {hole}", agent, PYTHON_TEST, mode == "fresh") for hole, agent in PYTHON_HOLES.items()]

@@ -1,4 +1,4 @@
-"""The patch of a rollout: what an agent changed in a checkout, whatever it did to git itself."""
+"""The patch of a rollout: the agent's changes in a checkout, whatever it did to git itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ AGENTS = {
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout as it is handed out: one commit on ``main``, one file of its own beside it."""
+    """Return a checkout with one commit on ``main`` and one untracked file."""
     root = tmp_path_factory.mktemp("checkout") / "repo"
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def image(rootfs: str, scratch: Path, repo: Path) -> str:
-    """The base image with the checkout in it."""
+    """Return the base image with the checkout in it."""
     place = scratch / "with-checkout"
     subprocess.run(["cp", "-al", rootfs, str(place)], check=True)
     subprocess.run(["cp", "-a", str(repo), str(place / "repo")], check=True)
@@ -94,7 +94,7 @@ def work(image: str, scratch: Path, use: Callable[[ApptainerSandbox], Awaitable[
 
 
 def applied(repo: Path, patch: bytes, place: Path) -> dict[str, str]:
-    """The files of a clean checkout after the patch, other than those of git itself."""
+    """Return the files of a clean checkout after applying the patch, without git's own."""
     subprocess.run(["git", "clone", "-q", str(repo), str(place)], check=True)
     subprocess.run(["git", "apply", "--binary", "-"], cwd=place, input=patch, check=True)
     files = (path for path in place.rglob("*") if path.is_file() and ".git" not in str(path.relative_to(place)))
@@ -112,8 +112,8 @@ def test_a_patch_makes_of_a_clean_checkout_what_the_agent_left(
         look = "find .git -type f | sort | xargs -r sha256sum; ls -A . /; cat /ran"
         before = (await sandbox.exec(look)).stdout
         patch = await checkout.difference(sandbox, "/repo")
-        assert (await sandbox.exec(look)).stdout == before  # the checkout is the agent's still, and no driver ran
-        if agent == DRIVERS:  # they do run where git is asked with what the agent set up
+        assert (await sandbox.exec(look)).stdout == before  # as the agent left it, and no driver ran
+        if agent == DRIVERS:  # they do run if git is called with the agent's configuration
             assert (await sandbox.exec("unset GIT_DIR; git --work-tree=/repo add -A; cat /ran")).exit_code == 0
         return patch
 
@@ -145,7 +145,7 @@ HANDED += "printf '*.text diff\\n*.py text=auto\\n' > .gitattributes; "
 
 
 def files_below(place: Path) -> dict[bytes, tuple[bytes, int]]:
-    """Path → content or target, and mode, of everything but git's own."""
+    """Return path → content or target, and mode, of all files except git's own."""
     found = {}
     for folder, folders, names in os.walk(os.fsencode(place)):
         folders[:] = [name for name in folders if name != b".git"]
@@ -202,7 +202,7 @@ def test_the_files_of_a_repository_within_the_checkout_are_not_in_the_patch_and_
 
 
 def test_no_word_of_git_breaks_the_reading_of_a_patch() -> None:
-    """It is a program of the sandbox."""
+    """git is a program of the sandbox, so its output is untrusted."""
     for part in (b"", b"\xff", b'"a/\\777\\', b"a/x", b"a/x b/x\nrename from \xff", b"a/\0 b/\0\n@@ \xff"):
         patch = b"diff --git " + part
         assert isinstance(checkout._not_text(patch + b"\n" + patch), list)

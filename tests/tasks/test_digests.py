@@ -1,4 +1,4 @@
-"""Tasks whose tests change while a campaign runs: seen, named, and never judged."""
+"""Tasks whose tests change during a campaign: the change is detected and named, and nothing is judged by it."""
 
 from __future__ import annotations
 

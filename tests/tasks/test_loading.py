@@ -1,4 +1,4 @@
-"""Harbor directories and Dockerfiles: what is read, and how what is wrong is said."""
+"""Harbor directories and Dockerfiles: what is read, and the messages about mistakes."""
 
 from __future__ import annotations
 

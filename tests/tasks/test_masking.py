@@ -1,4 +1,4 @@
-"""A user's key that a separate verifier gets is in nothing that is stored, whatever the tests do with it."""
+"""A user's key for a separate verifier is in no stored file, whatever the tests do with it."""
 
 from __future__ import annotations
 

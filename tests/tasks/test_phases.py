@@ -1,4 +1,4 @@
-"""What comes after and between agents: steps, users, artifacts, separate verifiers; in real sandboxes."""
+"""What happens after and between agents: steps, users, artifacts and separate verifiers, in real sandboxes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_step_is_a_task_with_its_own_instruction_times_and_tests(tmp_path: Pat
 def test_steps_share_a_sandbox_and_are_judged_one_by_one(rootfs: str, scratch: Path, tmp_path: Path) -> None:
     task = read_harbor_task(write_steps(tmp_path))
     found = validated(task, {"base": rootfs}, scratch)
-    # Left alone, the first step's reward is below its minimum and the second is not reached.
+    # Without help the first step's reward is below its minimum, so the second step does not start.
     assert (found.before.error, found.before.reward) == ("", 0.0)
     assert "step second" not in found.before.output
     assert (found.after.error, found.after.reward) == ("", 1.5)
-    assert "begun\nsolved one by 1" in found.after.output  # an ordinary uid; root of the sandbox is 0
+    assert "begun\nsolved one by 1" in found.after.output  # an ordinary uid; the sandbox's root is 0
     assert "solved two by 0" in found.after.output
 
 
@@ -67,7 +67,7 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
     assert combine(task, [one, broken]).error == "step second: no reward"
     assert combine(task, [one, broken]).reward == 0.5
     assert combine(final, [one, broken]).reward == 0.0
-    unnamed = StepVerdict("first", broken.verdict)  # it failed before a verifier had named the task's rewards
+    unnamed = StepVerdict("first", broken.verdict)  # it failed before a verifier named the task's rewards
     assert combine(task, [unnamed, StepVerdict("second", Verdict(1.0, {"solved": 1.0}))]).rewards == {"solved": 0.5}
     assert combine(task, [unnamed, broken]).reward == 0.0
     steps = steps_of(task)
@@ -75,7 +75,7 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
     assert not may_continue(steps[0], two.verdict)
     assert not may_continue(steps[1], one.verdict)  # it names no `extra`
     assert not may_continue(steps[0], broken.verdict)
-    assert may_continue(steps[1], broken.verdict)  # as one that gave 0 to both
+    assert may_continue(steps[1], broken.verdict)  # like a verifier that gave 0 to both
 
 
 @pytest.mark.parametrize(

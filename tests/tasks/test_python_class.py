@@ -1,4 +1,4 @@
-"""Tasks that are Python classes: what is read, what is refused, and campaigns of them and of SWE-bench style files."""
+"""Tasks as Python classes: reading, refusals, and campaigns together with SWE-bench style files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Fetching(Base):
 
 @pytest.fixture
 def module(tmp_path: Path) -> str:
-    """A module of tasks in ``tmp_path``, under a name of its own: modules stay imported."""
+    """Write a module of tasks to ``tmp_path`` under a new name, because imported modules stay in memory."""
     name = re.sub(r"\W", "_", f"tasks_{tmp_path.name}")
     (tmp_path / f"{name}.py").write_text(CODE)
     return name

@@ -1,4 +1,5 @@
-"""Tasks from real bugs: the file, the reference patch, the verifier, and one real bug from the index to its reward."""
+"""Tasks from real bugs: the bug file, the reference patch, the verifier, and one real bug from the index to its
+reward."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ bugs:
 
 @pytest.fixture
 def bug_file(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the bug file above with some text in it replaced."""
+    """Write the bug file above with some text replaced."""
 
     def write(*replacements: tuple[str, str]) -> Path:
         text = BUG_FILE
@@ -209,7 +210,7 @@ def test_the_reward_needs_every_named_test(outcomes: dict[str, str], problem: st
 
 
 def run_verifier(task: Path, workdir: Path, logs: Path) -> dict[str, Any]:
-    """Runs a task's ``test.sh`` outside a sandbox, on this interpreter."""
+    """Run a task's ``test.sh`` on this interpreter without a sandbox."""
     (logs / "bin").mkdir(parents=True, exist_ok=True)
     wrapper = logs / "bin" / "python3"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -223,7 +224,7 @@ def run_verifier(task: Path, workdir: Path, logs: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def small_task(tmp_path: Path) -> Path:
-    """The ``tests/`` of a task whose test file imports the package ``p``."""
+    """Make the ``tests/`` of a task whose test file imports the package ``p``."""
     task = tmp_path / "task"
     test = "import p\n\ndef test_new():\n    assert p.x == 2\n\ndef test_old():\n    assert p.y == 1\n"
     tree(task / "tests" / "files", {"tests/test_p.py": test})

@@ -1,4 +1,4 @@
-"""What a task's set-up leaves running must have ended before the agent, whose environment holds a key, starts."""
+"""Processes that a task's set-up leaves must end before the agent starts, because its environment contains a key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaflow_hpc.types import Task
 from tests.support.harbor_tasks import write_files
 
 LEFT = "(setsid sh -c 'trap \\\"\\\" HUP TERM; (while :; do : >/app/seen; sleep 0.05; done) & wait' >/dev/null 2>&1 &)"
-"""A double fork in a session of its own; its loop starts new processes all the time."""
+"""A daemon in its own session that starts new processes all the time."""
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n'
 HEALTHCHECK = f'[environment.healthcheck]\ncommand = "{LEFT}; true"\ninterval_sec = 1\n'
 FILES = {"instruction.md": "x", "tests/test.sh": "echo 1 > /logs/verifier/reward.txt"}

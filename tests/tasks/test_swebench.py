@@ -1,4 +1,4 @@
-"""SWE-bench style files: what is read; real instances judged in real sandboxes by the swebench package's own code."""
+"""SWE-bench style files: reading, and real instances judged in real sandboxes by the swebench package's own code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def only(path: Path) -> Instance:
     return instance
 
 
-# --- what is read ---------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_data_sets_variants_come_out_in_one_form(
 ) -> None:
     instance = only(write_lines(tmp_path / "x.jsonl", {**PLAIN, **changes}))
     assert {key: getattr(instance, key) for key in expected} == expected
-    # What is written again reads the same.
+    # Writing and reading again gives the same.
     assert only(write_lines(tmp_path / "again.jsonl", instance.record())) == instance
 
 
@@ -207,7 +207,7 @@ def test_image_names_are_mapped_by_patterns() -> None:
 
 
 def ask(request: dict[str, Any], path: str = "") -> Any:
-    """One request to the child, with the ``swebench`` of this environment or of ``path``."""
+    """Send one request to the child process, with the ``swebench`` of this environment or of ``path``."""
     command = [sys.executable, "-P", swebench_package.__file__]
     env = {**os.environ, "PYTHONPATH": path}
     return json.loads(subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, env=env).stdout)
@@ -267,7 +267,7 @@ PARENT = "tests/test_fields.py::TestParentAndName"
 
 
 class World:
-    """The images and instances of this room, and one way to run an agent on an instance."""
+    """The images and instances of these tests, and one way to run an agent on an instance."""
 
     def __init__(self, rootfs: str, root: Path, scratch: Path) -> None:
         self.root, self.scratch = root, scratch
@@ -278,9 +278,9 @@ class World:
             made = make(pair, root / "releases", root / pair.package)
             self.made[pair.package] = made
             self.images[pair.package] = with_checkout(image, made.buggy, root / f"image-{pair.package}")
-        # Multi-SWE-bench's images have the checkout elsewhere.
+        # Multi-SWE-bench's images have the checkout in another directory.
         shutil.copytree(made.buggy, self.images["xmltodict"] / "home" / "xmltodict", symlinks=True)
-        # SWE-smith's images hold the whole package with its tests; the bug is put in by the instance.
+        # SWE-smith's images contain the correct package with its tests; the instance adds the bug.
         patched = root / "fixed"
         subprocess.run(["cp", "-a", str(made.buggy), str(patched)], check=True)
         for patch in (made.patch, made.test_patch):
@@ -342,7 +342,7 @@ class World:
     def judge(
         self, form: str, agent: Callable[[Task, ApptainerSandbox], Any], **changes: Any
     ) -> tuple[Verdict, list[Any]]:
-        """What an agent gets for an instance, and what it returned."""
+        """Return the verdict on an agent's run of an instance, and the agent's result."""
         record, image = self.record(form)
         path = write_lines(self.scratch / f"{record['instance_id']}.jsonl", {**record, **changes})
         (task,) = load_tasks([str(path)], "/")

@@ -1,4 +1,4 @@
-"""Validation judges a task as a campaign does: the same steps, under the same limits and defaults."""
+"""Validation judges a task as a campaign does: the same steps, limits and defaults."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.harbor_tasks import write_files
 
 TOML = '[environment]\ndocker_image = "base"\nworkdir = "/app"\n'
 BUSY = "python3 -c 'import time\nwhile time.process_time() < 6: pass' && cat answer > /logs/verifier/reward.txt\n"
-"""Tests that take more processor time than the campaigns below let them have."""
+"""Tests that use more CPU time than the campaigns below allow."""
 
 
 def judged(
     task: Task, images: dict[str, str], environment: dict[str, Any], scratch: Path
 ) -> tuple[Trajectory, Validation]:
-    """The task with its own solution: what a campaign makes of it, and what validation does."""
+    """Return the verdicts of a campaign and of validation on the task with its own solution."""
     fields = {"name": "x", "tasks": "x", "agent": "oracle", "environment": {"network": "none", **environment}}
     config = CampaignConfig.model_validate(fields)
     policies = {"oracle": Policy(agent=AgentConfig(name="oracle"))}

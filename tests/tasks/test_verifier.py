@@ -1,4 +1,4 @@
-"""Verification in real sandboxes: rewards, what tests do wrong, and what a cheating agent tries."""
+"""Verification in real sandboxes: rewards, faulty tests, and cheating agents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Judge = Callable[..., Verdict]
 
 @pytest.fixture
 def judge(rootfs: str, scratch: Path, tmp_path: Path) -> Judge:
-    """Verifies a task with test script ``test`` after the agent ran ``agent``."""
+    """Verify a task with the test script ``test`` after the agent ran ``agent``."""
 
     def run(test: str, agent: str = "true", toml: str = TOML) -> Verdict:
         path = write_task(tmp_path, toml=toml)

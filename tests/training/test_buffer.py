@@ -1,4 +1,4 @@
-"""The buffer of rollouts that no step has trained on: whole groups, and a later process sees the same."""
+"""The buffer of rollouts that no step has trained on: whole groups, equal in every later process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_later_success_takes_the_place_of_a_failure_that_waits(run: RunDir) ->
 def test_a_later_process_goes_on_from_what_is_settled_and_reads_again_only_what_waits(run: RunDir) -> None:
     write_blocks(run, rollouts(["a", "b", "c"], 3), size=3)
     pods, seen = Pods(run, lambda r: 1.0), buffer(run)
-    pods.work(most=5)  # a, and two of b
+    pods.work(most=5)  # a, and two samples of b
     seen.poll()
     seen.settle(["a/default"])
     settled = seen.settled

@@ -1,4 +1,4 @@
-"""The dataflow: every group of rollouts is of exactly one step, whoever dies, and a step is made of it once."""
+"""The dataflow: every group belongs to exactly one step despite kills, and each step is planned once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alternating(rollout: Rollout) -> float:
 
 
 def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
-    """Takes steps, while one group has begun with the first version and does not end, until there is none to take."""
+    """Take steps until none is left, while one group that began with the first version does not end."""
     pods.work(only=lambda r: not (r.group_id == slow and r.sample_index))
     seen, parameters = list[StepPlan](), START
     while (plan := flow.try_plan(len(seen) + 1)) is not None:
@@ -53,7 +53,7 @@ def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
 
 
 def watched(run: RunDir, pods: Pods) -> Dataflow:
-    """A dataflow whose pods are at work whenever it has asked for something."""
+    """Return a dataflow whose pods work after each of its requests."""
     flow = Dataflow(run, say=lambda text: None)
     keep = flow.planning.control.keep
 
@@ -66,7 +66,7 @@ def watched(run: RunDir, pods: Pods) -> Dataflow:
 
 
 def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:
-    """Trains to the end; returns what it was trained on."""
+    """Train to the end; return the plans."""
     flow = watched(run, pods)
     plans, parameters = [], START
     for step in flow.steps():
@@ -84,9 +84,9 @@ def test_synchronous_training_asks_for_a_batch_trains_on_it_and_asks_for_the_nex
     assert all(staleness == 0 for plan in plans for staleness in plan.staleness)
     groups = [sorted({rollout.group for rollout in plan.rollouts}) for plan in plans]
     assert all(len(own) == 2 for own in groups)
-    assert len({name for own in groups for name in own}) == 6  # what is asked again is another group
+    assert len({name for own in groups for name in own}) == 6  # a repeated task is another group
     assert sum(len(block.rollouts) for block in read_blocks(run)) == 3 * 2 * 4
-    assert list((run.path / "ledger" / "open").iterdir()) == []  # the trainer lets it end
+    assert list((run.path / "ledger" / "open").iterdir()) == []  # the trainer lets the campaign end
     assert [v.ordinal for v in versions(run, "default")] == [1, 2, 3]
     assert [json.loads(line)["step"] for line in flow.files.metrics.read_text().splitlines()] == [1, 2, 3]
     commit = flow.files.committed()
@@ -100,7 +100,7 @@ def test_spare_samples_are_asked_for_and_those_that_were_not_needed_leave_their_
     run = training_run(tmp_path / "run", {**SYNCHRONOUS, "steps": 1}, tasks=2, samples=2, scheduling={"spare": 1})
 
     class Closing(Pods):
-        """Closes each group when it has two rewards."""
+        """Closes each group once it has two rewards."""
 
         def work(self, most: int | None = None, status: Callable[[Rollout], str] = lambda rollout: "") -> int:
             return super().work(most, lambda rollout: "completed" if rollout.sample_index < 2 else "cancelled")
@@ -117,7 +117,7 @@ def test_a_bound_on_staleness_is_kept_by_when_batches_are_asked_for(tmp_path: Pa
     pods = Pods(run, alternating, lambda: current(run, "default").version)
     flow, plans = drink(run, pods)
     stale = [staleness for plan in plans for staleness in plan.staleness]
-    assert max(stale) == bound  # everything is sampled as soon as it is asked for: as stale as it may become
+    assert max(stale) == bound  # everything is sampled right after its request, so it is as stale as it can be
     assert not any(plan.drops for plan in plans)
     assert flow.files.numbers(TaskBatch) == list(range(8))
 
@@ -131,7 +131,7 @@ def test_a_slow_group_is_waited_for_before_it_is_too_old_and_not_earlier(tmp_pat
     flow.request()
     slow = next(r.group_id for block in read_blocks(run) for r in block.rollouts)
     seen = steps_without(flow, pods, slow)
-    assert len(seen) == 4  # the fifth would leave it behind
+    assert len(seen) == 4  # the fifth step would be too late for it
     assert not any(rollout.group == slow for plan in seen for rollout in plan.rollouts)
     pods.work()
     last = flow.try_plan(5)
@@ -149,7 +149,7 @@ def test_what_is_dropped_has_its_cause_in_the_plan_and_holds_up_nothing(tmp_path
         if rollout.task_id == "task-0":
             return 1.0  # nothing to learn
         if rollout.task_id == "task-1" and rollout.sample_index:
-            return None  # one survivor
+            return None  # only one sample is left
         return alternating(rollout)
 
     _, plans = drink(run, Pods(run, reward, lambda: current(run, "default").version))
@@ -165,7 +165,7 @@ def test_dropped_groups_are_replaced_until_the_step_is_full(tmp_path: Path) -> N
     run = training_run(tmp_path / "run", training, tasks=12, samples=2)
 
     def reward(rollout: Rollout) -> float:
-        return alternating(rollout) if int(rollout.task_id.partition("-")[2]) % 2 else 1.0  # half have nothing to teach
+        return alternating(rollout) if int(rollout.task_id.partition("-")[2]) % 2 else 1.0  # half have equal rewards
 
     flow, plans = drink(run, Pods(run, reward, lambda: current(run, "default").version))
     asked = [rollout for block in read_blocks(run) for rollout in block.rollouts]
@@ -236,7 +236,7 @@ def test_a_step_that_was_begun_again_asks_for_the_same_in_the_place_of_others(tm
 
 
 def _groups(run: RunDir, first: int) -> list[str]:
-    """The groups of rounds from ``first`` on, in the order in which they were asked for."""
+    """Return the groups of rounds from ``first`` on, in the order of their requests."""
     return list(dict.fromkeys(r.group_id for block in read_blocks(run) for r in block.rollouts if r.round >= first))
 
 
@@ -429,7 +429,7 @@ def test_a_step_without_a_checkpoint_is_trained_again_after_a_restart_from_the_s
     parameters = (again.checkpoint(state) / "parameters").read_text()
     for step in replayed:
         parameters = step_through(again, step, parameters)
-    assert len(versions(run, "default")) == 4  # publishing is done once
+    assert len(versions(run, "default")) == 4  # each version is published once
     assert parameters == trained(trained(trained(trained(START, before[1]), before[2]), before[3]), before[4])
 
 
@@ -465,7 +465,7 @@ def _trainer(run: Path, every: int, pause_s: float, result: object) -> None:
 
 
 def _check_all(run: RunDir, steps: int, parameters: str) -> None:
-    """Every group that was asked for is settled by exactly one plan, and the parameters are made of the plans."""
+    """Check that exactly one plan settles every requested group, and that the parameters follow from the plans."""
     files = TrainingFiles(run, "default")
     assert files.numbers(StepPlan) == list(range(1, steps + 1))
     settled: list[str] = []
@@ -476,7 +476,7 @@ def _check_all(run: RunDir, steps: int, parameters: str) -> None:
         settled += {rollout.group for rollout in plan.rollouts} | {name for name in plan.drops if name.count("/") == 1}
         wanted = trained(wanted, plan)
     asked = {rollout.group_id for block in read_blocks(run) for rollout in block.rollouts}
-    assert sorted(settled) == sorted(asked)  # none lost, none twice
+    assert sorted(settled) == sorted(asked)  # none lost, none repeated
     assert parameters == wanted
     assert len(ordinals(run, "default")) == steps + 1
     commit = files.committed()
@@ -487,7 +487,7 @@ def _check_all(run: RunDir, steps: int, parameters: str) -> None:
 @pytest.mark.slow
 def test_killed_at_random_instants_it_loses_no_group_and_takes_none_twice(tmp_path: Path) -> None:
     kills = int(os.environ.get("MEGAFLOW_KILLS", "40"))
-    steps = kills // 2  # more than its lives last for, so that most of the kills come
+    steps = kills // 2  # more steps than the killed processes can finish, so that most kills happen
     training = {"mode": {"kind": "bounded", "staleness": 2}, "batch": {"tasks": 3}, "steps": steps}
     run = training_run(tmp_path / "run", training, tasks=7, samples=2)
     pods = Pods(run, alternating, lambda: current(run, "default").version)
@@ -567,7 +567,7 @@ def test_a_trainer_may_ask_for_tasks_of_its_own_choice_once(tmp_path: Path) -> N
     for step in flow.steps():
         step_through(flow, step, START)
         settled |= {rollout.group for rollout in step.plan.rollouts}
-    assert len(settled) == 4  # two of those that were added or asked for wait for a step that does not come
+    assert len(settled) == 4  # two of the requested groups wait for a step that does not come
 
 
 @pytest.mark.parametrize("refill", [0, 2])
@@ -588,7 +588,7 @@ def test_tasks_of_a_trainers_own_choice_make_a_step_larger_rather_than_others_to
                 flow.add(["task-0", "task-1", "task-2"], token=f"more-{step.number}")
             parameters = step_through(flow, step, parameters)
             if step.number in (2, 5):
-                break  # and a later start goes on
+                break  # a later start continues
         flow.leave()
     assert [plan.step for plan in plans] == list(range(1, 10)), "no step lacks what an earlier one took"
     assert max(staleness for plan in plans for staleness in plan.staleness) == bound
@@ -606,9 +606,9 @@ def test_a_slow_group_of_a_trainers_own_choice_is_waited_for_before_it_is_too_ol
     (slow,) = _groups(run, FIRST_ADDED_ROUND)
     flow.request()
     seen = steps_without(flow, pods, slow)
-    assert len(seen) == 2  # the third would leave it behind
+    assert len(seen) == 2  # the third step would be too late for it
     flow.leave()
-    flow = Dataflow(run, say=lambda text: None)  # a later start knows that as well
+    flow = Dataflow(run, say=lambda text: None)  # a later start has the same knowledge
     flow.start()
     assert flow.try_plan(3) is None
     pods.work()
@@ -631,7 +631,7 @@ def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_p
         (4, 3, 1.0, 1.0),
     ]
     assert evaluations(run, "other") == []
-    again = Dataflow(run)  # as after a crash between the commit and the asking
+    again = Dataflow(run)  # as after a crash between the commit and the request
     again.start()
     commit = again.files.committed()
     assert commit is not None

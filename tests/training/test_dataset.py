@@ -1,4 +1,4 @@
-"""The PyTorch datasets, in the engine's virtual environment, which has torch: every row once, however it is read."""
+"""The PyTorch datasets, in the engine's environment, which has torch: every way of reading yields each row once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
-    """What the script read, and the store it read from."""
+    """Return the rows that the script read, and the store."""
     folder = tmp_path_factory.mktemp("dataset")
     run = run_dir(folder / "run")
     rollouts = [trajectory(n, status="failed" if n % 10 == 0 else "completed") for n in range(60)]
@@ -103,7 +103,7 @@ def read(tmp_path_factory):
 
 
 def with_tokens(store, rollouts) -> list[int]:
-    """Completed rows that have tokens and fit the budget."""
+    """Return completed rows that have tokens and fit the budget."""
     lengths = store.lengths()
     return [row for row in range(60) if row % 10 and 0 < lengths[row] <= 300]
 

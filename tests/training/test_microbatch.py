@@ -1,4 +1,4 @@
-"""Packing: no token lost, none twice, the same whole on any number of ranks."""
+"""Packing: no token is lost or repeated, and the total is equal for every number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaflow_hpc.trajectory import TokenSequence
 
 
 def sequence(tokens: int, sampled: int, version: int = 0) -> TokenSequence:
-    """The last ``sampled`` tokens were sampled."""
+    """Return a sequence whose last ``sampled`` tokens were sampled."""
     found = TokenSequence("default")
     prompt = tokens - sampled
     found.tokens.extend(range(tokens))

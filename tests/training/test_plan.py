@@ -1,4 +1,4 @@
-"""What a trainer keeps: claimed once, whole or not there, fenced against an earlier trainer that lives on."""
+"""The trainer's files: each record is claimed once, complete or absent, and protected from an earlier live trainer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_of_many_who_claim_a_step_one_makes_its_plan_and_all_have_that(files: Tr
         thread.join()
     assert len({plan.version for plan in found}) == 1
     assert files.numbers(StepPlan) == [1]
-    assert [path.name for path in (files.path / "steps").iterdir()] == ["000001.json"]  # nothing is left behind
+    assert [path.name for path in (files.path / "steps").iterdir()] == ["000001.json"]  # no files remain
 
 
 def test_an_earlier_trainer_that_lives_on_commits_no_more(files: TrainingFiles) -> None:
@@ -84,7 +84,7 @@ def test_a_trainer_goes_on_from_the_last_checkpoint_that_is_there(files: Trainin
     last, kept = files.committed(), files.committed(with_checkpoint=True)
     assert last is not None
     assert kept is not None
-    assert (last.step, kept.step) == (3, 1)  # the checkpoint of step 2 is not there
+    assert (last.step, kept.step) == (3, 1)  # the checkpoint of step 2 is missing
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 1, "vers', b"[]", b'{"step": "x", "version": 1, "seed": []}'])

@@ -1,4 +1,4 @@
-"""A trainer that waits knows whether anybody is left to sample for it, says so, and ends where nobody comes."""
+"""A waiting trainer knows whether pods are left, reports it, and ends if no pod comes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import Pods, training_run
 
 
 class Clock:
-    """A clock that a test moves on."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,7 +51,7 @@ def test_nothing_is_said_of_a_pod_that_renews_its_lease(run: RunDir) -> None:
 
 def test_pods_that_are_gone_are_told_of_and_after_a_while_nobody_is_waited_for(run: RunDir) -> None:
     clock, queued = Clock(), [1]
-    Ledger(run, PodIdentity("pod", "0")).register()  # and renewed no more
+    Ledger(run, PodIdentity("pod", "0")).register()  # no longer renewed
     watch = PodWatch(run, lambda: queued[-1], clock)
     watch.begin()
 

@@ -1,4 +1,4 @@
-"""Advantages of samples against values worked out by hand, and what holds for any."""
+"""Advantages of samples, compared with values computed by hand, and properties that hold for all inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_penalties_count_and_weights_are_handed_on() -> None:
 
 
 def two_rewards() -> SampleGroup:
-    """Tests differ by 2, style by 1: GDPO's point is that the sums 0, 1, 2, 3 hide which is which."""
+    """Tests differ by 2, style by 1. GDPO avoids that the sums 0, 1, 2, 3 mix the two."""
     rows = [(0.0, 0.0), (0.0, 1.0), (2.0, 0.0), (2.0, 1.0)]
     return SampleGroup(
         "a/p",
@@ -123,6 +123,6 @@ def test_the_order_of_groups_and_samples_says_nothing(
 @given(st.lists(st.floats(-8, 8), min_size=2, max_size=6), KINDS, st.floats(-4, 4))
 def test_what_all_samples_are_given_more_changes_nothing(rewards: list[float], kind: str, more: float) -> None:
     if kind == "grpo" and 0 < np.std(rewards) < 1e-2:
-        return  # a spread that rounding could make
+        return  # a spread that rounding could cause
     one, other = valued([group(rewards)], kind=kind), valued([group([r + more for r in rewards])], kind=kind)
     assert list(other.values()) == pytest.approx(list(one.values()), abs=1e-4)

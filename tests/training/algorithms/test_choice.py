@@ -1,4 +1,4 @@
-"""What a step trains on: each step of ``data`` by hand, and what holds for any of them in any order."""
+"""The samples of a step: each step of ``data`` by hand, and properties that hold for all of them in any order."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_penalty_before_the_filter_makes_rewards_differ() -> None:
 
 
 def test_long_rollouts_are_punished_softly() -> None:
-    """DAPO's numbers: 16,384 tokens free, 4,096 more until the whole penalty."""
+    """DAPO's numbers: 16,384 tokens without penalty, 4,096 more until the full penalty."""
     lengths = [16384, 17408, 18432, 20480, 30000]
     there = SampleGroup("a/p", "a", tuple(sample("a/p", i, 1.0, tokens=n) for i, n in enumerate(lengths)))
     step = {"overlong": {"longest": 20480, "buffer": 4096}}
@@ -203,7 +203,7 @@ def test_what_is_too_old_is_not_replayed() -> None:
     assert choice.drops == {}
 
 
-# --- what holds for all of them ---
+# --- properties of all steps ---
 
 some_steps = st.permutations(STEPS).flatmap(lambda steps: st.integers(0, len(steps)).map(lambda n: steps[:n]))
 

@@ -1,4 +1,4 @@
-"""Which tasks are asked for: each way by hand, and what holds for any."""
+"""Which tasks are requested next: each order by hand, and properties that hold for all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_uniform_asks_for_each_task_once_before_any_comes_again() -> None:
     drawn = []
     for _ in range(5):
         chosen, state = way.choose(TASKS, 4, state, random)
-        assert len(set(chosen)) == 4  # where one turn ends within a batch and the next begins, too
+        assert len(set(chosen)) == 4  # also if one pass ends and the next begins within a batch
         drawn += chosen
     assert Counter(drawn) == dict.fromkeys(TASKS, 2)
     assert set(drawn[:10]) == set(TASKS)
@@ -54,7 +54,7 @@ def test_no_tasks_are_no_error() -> None:
 
 
 def test_solved_tasks_are_asked_for_no_more() -> None:
-    """From 0 with decay 0.9, 28 groups that all pass give 1 - 0.9**28 = 0.9477, 29 give 0.9529."""
+    """From 0 with decay 0.9, 28 passing groups give 1 - 0.9**28 = 0.9477, and 29 give 0.9529."""
     way, state = prompts(filter_solved=0.95), {}
     for number in range(28):
         state = way.learn(state, [group([1, 1], f"t0@{number}/p")])
@@ -74,7 +74,7 @@ def test_pass_rates_are_of_all_samples_so_far() -> None:
     way = prompts(pass_rate=[0.0, 1.0, "exclusive"])
     state = way.learn({}, [group([0, 0], "t0/p"), group([1, 1], "t1/p"), group([0, 1], "t2/p")])
     assert set(asked(way, 8, state)) == set(TASKS[2:])
-    state = way.learn(state, [group([1, 0], "t0@1/p")])  # one of four by now
+    state = way.learn(state, [group([1, 0], "t0@1/p")])  # one of four so far
     assert "t0" in asked(way, 9, state)
 
 
@@ -103,7 +103,7 @@ def test_greso_asks_with_the_base_to_the_power_of_the_streak_above_a_floor() -> 
         first = (asked(way, 1, state, seed, [task, "other"])[0] for seed in range(2000))
         return sum(found == task for found in first) / 2000
 
-    # First in half of the orders; else "other" is, which always comes. What is passed over may not come in this turn.
+    # It comes first in half of the orders. Otherwise "other" comes first. A skipped task may be missing in this pass.
     assert share("easy", state) == pytest.approx(0.5 * 0.25, abs=0.03)
     assert share("hard", state) == pytest.approx(0.5 * 0.81, abs=0.03)
     for number in range(2, 9):
@@ -117,7 +117,7 @@ def test_greso_forgets_a_streak_that_breaks_and_begins_anew_where_it_turns() -> 
     for number, rewards in enumerate([[1, 1], [1, 1], [0, 0], [0, 1], [0, 0], [1, math.nan]]):
         state = way.learn(state, [group(rewards, f"t@{number}/p")])
         streaks.append(state["tasks"]["t"][4])
-    assert streaks == [1, 2, -1, 0, -1, -1]  # one reward says nothing about variance
+    assert streaks == [1, 2, -1, 0, -1, -1]  # one reward has no variance
 
 
 def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
@@ -125,9 +125,9 @@ def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
     first = way.learn({}, [group([1, 1], "a/p"), group([0, 1], "b/p"), group([0, 1], "c/p")])
     assert (first["easy"], first["hard"]) == (0.5, 0.5)
     second = way.learn(first, [group([1, 1], "a@1/p"), group([0, 1], "b@1/p")])
-    assert (second["easy"], second["hard"]) == (0.5, 0.5)  # only now it is known that tasks come again
+    assert (second["easy"], second["hard"]) == (0.5, 0.5)  # only now do tasks come a second time
     third = way.learn(second, [group([1, 1], "a@2/p"), group([0, 1], "b@2/p")])
-    assert (third["easy"], third["hard"]) == (0.49, 0.51)  # half is more than 8.3 %, none less than 16.7 %
+    assert (third["easy"], third["hard"]) == (0.49, 0.51)  # half is more than 8.3 %, and zero is less than 16.7 %
 
 
 def test_what_infrastructure_failed_teaches_nothing() -> None:

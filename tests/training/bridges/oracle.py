@@ -1,7 +1,7 @@
-"""Runs others' own functions on a step in their form, against the losses of ``training/trainer/losses.py``.
+"""Run other trainers' own functions on a step in their form, and compare with ``training/trainer/losses.py``.
 
-No test: none of them is installed with the suite. In an environment that has torch, this package's dependencies, and
-verl, AReaL or prime-rl::
+This is not a test, because the suite installs none of these trainers. In an environment with torch, this package's
+dependencies, and verl, AReaL or prime-rl::
 
     python -m tests.training.bridges.oracle verl areal prime_rl
 """
@@ -29,13 +29,14 @@ CLIP = (0.1, 0.3)
 
 
 def judged(row: TrainerRow, policy: int) -> Any:
-    """Log-probabilities of a sequence's tokens by a policy near the engine's; some leave the clip."""
+    """Return log-probabilities of a sequence's tokens by a policy close to the engine's; some are outside the clip
+    range."""
     draw = np.random.default_rng([policy, *row.rollout.id.encode()])
     return torch.tensor(np.minimum(row.logprobs + 0.25 * draw.standard_normal(len(row.tokens)), 0), dtype=torch.float64)
 
 
 def ours(step: Step, loss: Loss, proximal: bool = True) -> tuple[float, Any]:
-    """The loss of the whole step, and its gradient by sequence; without ``proximal`` ratios are of new to engine."""
+    """Return the loss of the whole step and its gradient by sequence. Without ``proximal`` ratios are new to engine."""
     found = rows(step)
     minibatch = step.minibatch()
     new = torch.cat([judged(row, 1) for row in found]).requires_grad_()
@@ -54,7 +55,7 @@ def ours(step: Step, loss: Loss, proximal: bool = True) -> tuple[float, Any]:
 
 
 def compare(name: str, theirs: Any, grads: list[Any], expected: tuple[float, Any]) -> None:
-    """Prints how far two losses and their gradients are apart."""
+    """Print the difference of two losses and of their gradients."""
     apart = max(float((a - b).abs().max()) for a, b in zip(grads, expected[1], strict=True))
     print(f"{name}: loss {float(theirs):.9f}, ours {expected[0]:.9f}; gradients at most {apart:.1e} apart")
     assert abs(float(theirs) - expected[0]) < 1e-6, name
@@ -62,7 +63,7 @@ def compare(name: str, theirs: Any, grads: list[Any], expected: tuple[float, Any
 
 
 def check_verl(step: Step) -> None:
-    """``DataProto`` → what ``_update_actor`` does → ``ppo_loss``, as far as no model is in it."""
+    """Check the path ``DataProto`` → ``_update_actor`` → ``ppo_loss`` without the model."""
     from verl import DataProto  # type: ignore[import-not-found]
     from verl.utils import tensordict_utils  # type: ignore[import-not-found]
     from verl.workers.config import ActorConfig  # type: ignore[import-not-found]
@@ -77,7 +78,7 @@ def check_verl(step: Step) -> None:
     lines = [*found, *[found[0]] * (len(data) - len(found))]
 
     def nested(policy: int) -> tuple[Any, list[Any]]:
-        """What a model gives: the log-probability at t is that of token t + 1."""
+        """Return log-probabilities as a model gives them: the value at t belongs to token t + 1."""
         leaves = [judged(row, policy).requires_grad_() for row in lines]
         return torch.nested.as_nested_tensor([leaf.roll(-1) for leaf in leaves], layout=torch.jagged), leaves
 
@@ -91,7 +92,7 @@ def check_verl(step: Step) -> None:
             ppo_micro_batch_size_per_gpu=1,
             clip_ratio_low=CLIP[0],
             clip_ratio_high=CLIP[1],
-            clip_ratio_c=1e6,  # the bound of dual clip, which ours has not
+            clip_ratio_c=1e6,  # the bound of dual clip, which this package's loss does not have
             loss_agg_mode=mode,
         )
         object.__setattr__(config.policy_loss, "loss_mode", "gspo" if kind == "gspo" else "vanilla")
@@ -109,7 +110,7 @@ def check_verl(step: Step) -> None:
 
 
 def check_areal(step: Step) -> None:
-    """Its concatenation of trajectories, and its clipped loss, which ``ppo_update`` calls for each micro-batch."""
+    """Check the concatenation of trajectories and the clipped loss that ``ppo_update`` calls for each micro-batch."""
     from areal.utils.data import concat_padded_tensors  # type: ignore[import-not-found]
     from areal.utils.functional import ppo_actor_loss_fn  # type: ignore[import-not-found]
 
@@ -140,7 +141,7 @@ def check_areal(step: Step) -> None:
 
 
 def check_areal_actor(step: Step) -> None:
-    """Its ``compute_advantages`` on what a workflow returns: the same alignment as ours."""
+    """Check that ``compute_advantages`` on a workflow's result gives the same alignment."""
     from areal.trainer.ppo.actor import PPOActor  # type: ignore[import-not-found]
     from areal.utils.data import concat_padded_tensors  # type: ignore[import-not-found]
 
@@ -171,7 +172,7 @@ def check_areal_actor(step: Step) -> None:
 
 
 def check_prime_rl(step: Step) -> None:
-    """Its loader reads the files, and its loss takes them."""
+    """Check that prime-rl's loader reads the files and its loss accepts them."""
     from prime_rl.configs.shared import FileSystemTransportConfig  # type: ignore[import-not-found]
     from prime_rl.configs.trainer import DefaultLossConfig  # type: ignore[import-not-found]
     from prime_rl.trainer.batch import _assert_token_arrays_aligned  # type: ignore[import-not-found]
@@ -228,7 +229,7 @@ def check_prime_rl(step: Step) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Runs the checks of these projects."""
+    """Run the checks of these projects."""
     with tempfile.TemporaryDirectory() as folder:
         step = first_step(Path(folder) / "run", samples=5)
         step.plan.rollouts[0].weight = 0.5

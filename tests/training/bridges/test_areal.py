@@ -1,4 +1,4 @@
-"""A step as AReaL's tensors: as its workflows return it, and as its update takes it, one place earlier."""
+"""A step as AReaL's tensors: as its workflows return it, and shifted by one position as its update takes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.bridges import first_step
 
 
 def whole(groups: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """All lines, as wide as the widest group."""
+    """Return all lines, padded to the widest group."""
     width = max(group["input_ids"].shape[1] for group in groups)
     found = {}
     for name in groups[0]:
@@ -58,7 +58,7 @@ def test_the_updates_columns_stand_where_each_token_was_predicted(tmp_path: Path
     assert np.array_equal(data["loss_mask"][:, :-1], plain["loss_mask"][:, 1:])
     assert not data["loss_mask"][:, -1].any()
     assert np.array_equal(data["logprobs"][:, :-1], plain["logprobs"][:, 1:])
-    assert np.array_equal(data["versions"], plain["versions"])  # its compute_advantages does not roll them
+    assert np.array_equal(data["versions"], plain["versions"])  # its compute_advantages does not shift them
     for line, rollout in enumerate(step.plan.rollouts):
         assert (data["advantages"][line] == rollout.advantage * rollout.weight * data["loss_mask"][line]).all()
         last = int(plain["attention_mask"][line].sum()) - 2

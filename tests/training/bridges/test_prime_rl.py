@@ -1,4 +1,4 @@
-"""The bridge to prime-rl: its files as its source describes them, its weights published once, whoever dies."""
+"""The bridge to prime-rl: files as its source describes them, and weights published once despite kills."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.tensors import safetensors
 from tests.support.training import training_run
 
 COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
-"""Of github.com/PrimeIntellect-ai/prime-rl, at which its src/prime_rl/transports/rollouts/types.py was read."""
+"""Commit of github.com/PrimeIntellect-ai/prime-rl whose src/prime_rl/transports/rollouts/types.py was read."""
 PINNED: list[tuple[str, type]] = [
     ("input_ids", list[int]),
     ("loss_mask", list[bool]),
@@ -40,7 +40,7 @@ PINNED: list[tuple[str, type]] = [
     ("env_names", list[str]),
     ("seq_lens", list[int]),
 ]
-"""The fields of its ``MicroBatch`` that have no default; the struct is array-like, so only their order counts."""
+"""Fields of its ``MicroBatch`` without a default. The struct is array-like, so only their order matters."""
 OPTIONAL = [
     "ref_logprobs",
     "routed_experts",
@@ -50,20 +50,20 @@ OPTIONAL = [
     "ce_weights",
     "ref_kl_weights",
 ]
-"""The fields behind them, ``None`` by default."""
+"""The following fields, ``None`` by default."""
 Theirs = msgspec.defstruct("Theirs", [*PINNED, *((name, Any, None) for name in OPTIONAL)], array_like=True, gc=False)
 FORK = multiprocessing.get_context("fork")
 
 
 class Trainer:
-    """Does with files what prime-rl's trainer does; its weights are a digest of all it was given."""
+    """Uses the files as prime-rl's trainer does. Its weights are a digest of all batches."""
 
     def __init__(self, output: Path, ranks: int = 1) -> None:
         self.output, self.ranks, self.weights = output, ranks, [b"\0" * 32]
         self.received: list[list[bytes]] = []
 
     def step(self) -> bool:
-        """Trains the next step if it is there."""
+        """Train the next step if its files exist."""
         number = len(self.weights)
         paths = [self.output / f"rollouts/step_{number}/rank_{rank}.bin" for rank in range(self.ranks)]
         if not all(path.exists() for path in paths):
@@ -178,7 +178,7 @@ def test_killed_at_any_instant_it_publishes_each_broadcast_once_and_hands_over_n
         weights = Path(version.path, "model.safetensors").read_bytes()
         assert weights == safetensors(trainer.weights[version.ordinal])
     kept = TrainingFiles(run, "default").checkpoints
-    assert [path.name for path in kept.iterdir()] == [str(steps)]  # no half-copied weights are left
+    assert [path.name for path in kept.iterdir()] == [str(steps)]  # no half-copied weights remain
     for number, received in enumerate(trainer.received, 1):
         assert [(output / f"rollouts/step_{number}/rank_0.bin").read_bytes()] == received
     plans = [TrainingFiles(run, "default").read(StepPlan, number) for number in range(1, steps + 1)]
@@ -221,14 +221,14 @@ def test_a_broadcast_that_is_written_again_under_its_old_mark_is_not_taken_in_th
     assert broadcast.take(target)
     assert [path.name for path in target.iterdir()] == ["model.safetensors"]
     whole = (folder / "model.safetensors").read_bytes()
-    time.sleep(0.02)  # longer than a file system's clock ticks
+    time.sleep(0.02)  # longer than the time resolution of a file system
     (folder / "model.safetensors").write_bytes(whole)
-    assert not broadcast.take(target)  # its trainer is not done
+    assert not broadcast.take(target)  # its trainer has not finished
     (folder / "STABLE").touch()
     assert broadcast.take(target)
     (folder / "model.safetensors").write_bytes(whole[:-1])
     (folder / "STABLE").touch()
-    assert not broadcast.take(target)  # cut off
+    assert not broadcast.take(target)  # truncated
     (folder / "model.safetensors").write_bytes(whole)
     (folder / "tmp-rank1.safetensors").write_bytes(whole)
     (folder / "STABLE").touch()
@@ -243,7 +243,7 @@ def test_a_broadcast_whose_mark_seems_older_is_taken_once_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Trainer(tmp_path).broadcast(0)
-    os.utime(tmp_path / "broadcasts/step_0/STABLE", (0, 0))  # another node's clock
+    os.utime(tmp_path / "broadcasts/step_0/STABLE", (0, 0))  # written by a node with another clock
     broadcast = prime_rl.Broadcast(tmp_path / "broadcasts/step_0")
     assert not broadcast.take(tmp_path / "target")
     monkeypatch.setattr(prime_rl, "UNCHANGED_S", 0.0)

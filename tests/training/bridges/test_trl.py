@@ -1,4 +1,4 @@
-"""TRL's trainer on the steps of a dataflow: its loss is ours, and it goes on where it was left."""
+"""TRL's trainer on the steps of a dataflow: its loss equals ours, and it continues after a restart."""
 
 from __future__ import annotations
 

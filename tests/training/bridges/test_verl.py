@@ -1,4 +1,4 @@
-"""A step as verl's tensors: prompts to the left, responses to the right, nothing counted that does not count."""
+"""A step as verl's tensors: prompts padded left, responses padded right, masked tokens without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaflow_hpc.training.step import Step
 from tests.support.bridges import first_step
 
 UPDATE = {"prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages"}
-"""What ``_update_actor`` of verl 0.9.1 takes of a batch, but for ``old_log_probs``, which it makes itself."""
+"""Columns that ``_update_actor`` of verl 0.9.1 reads, except ``old_log_probs``, which verl computes."""
 
 
 def test_lines_are_prompts_to_the_left_and_responses_to_the_right_with_the_plans_advantages(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_weights_of_rollouts_are_those_of_its_rollout_correction(tmp_path: Path)
     step = first_step(tmp_path / "run")
     step.plan.rollouts[0].weight, step.plan.rollouts[1].weight = 0.5, 0.0
     tensors, others = verl.batch(step)
-    assert len(others["uid"]) == len(step.plan.rollouts) - 1  # a rollout without weight is not there
+    assert len(others["uid"]) == len(step.plan.rollouts) - 1  # a rollout without weight is left out
     weights, mask = tensors["rollout_is_weights"], tensors["response_mask"]
     assert (weights[0] == 0.5 * mask[0]).all()
     assert (weights[1:] == mask[1:]).all()

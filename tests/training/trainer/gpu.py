@@ -1,12 +1,12 @@
-"""What the trainer does on a GPU: speed and memory, whether rows that are packed agree, and what a turn on it moves.
+"""Benchmark the trainer on a GPU: speed, memory, agreement of packed rows, and the cost of a GPU turn.
 
     python -m tests.training.trainer.gpu [--layers 28] [--tokens 8192 32768] [--json]
 
-A model of Qwen3-1.7B's shape (1.7 billion parameters, 28 layers) is drawn at random and trained by the product's own
-classes: bfloat16 on the GPU, float32 in the optimizer. Sequences are as long as agents' rollouts are, with a heavy tail
-(lognormal, median 600 tokens). Beside the tokens a second stands how much that is of what the same GPU makes of one
-large matrix product in the same run; 6 operations a parameter and token are counted, 8 where layers are recomputed,
-none for attention. Needs some 45 GB on the GPU.
+The model has the shape of Qwen3-1.7B (1.7 billion parameters, 28 layers) and random weights. The product's own classes
+train it: bfloat16 on the GPU, float32 in the optimizer. Sequence lengths are those of agents' rollouts (lognormal,
+median 600 tokens). The second number after tokens a second is the share of the speed of one large matrix product on the
+same GPU; it counts 6 operations per parameter and token, 8 if layers are recomputed, and none for attention. Needs
+about 45 GB of GPU memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tests.bench.figures import Figure, median, report
 
 GPU = ProcessGroup(0, 1, torch.device("cuda", 0))
 WORDS = 151_936
-"""In the vocabulary of Qwen3."""
+"""Size of Qwen3's vocabulary."""
 SMALL, FEW = 2, 8192
-"""Layers and words of the model that is compared with the CPU, and trained on from a checkpoint."""
+"""Layers and vocabulary of the model that is compared with the CPU and restored from a checkpoint."""
 REPEATS = 5
 
 
 def make(folder: Path, layers: int, words: int, dtype: str) -> Path:
-    """Draws a model of Qwen3-1.7B's shape, but for the numbers of its layers and words."""
+    """Make a random model of Qwen3-1.7B's shape with these numbers of layers and words."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # type: ignore[import-not-found]
 
     config = Qwen3Config(
@@ -63,7 +63,8 @@ def make(folder: Path, layers: int, words: int, dtype: str) -> Path:
 
 
 def row(tokens: int, words: int, seed: int = 0) -> tuple[Any, Any, list[int], Any]:
-    """A packed row of about so many tokens, as :class:`~megaflow_hpc.training.trainer.model.PolicyModel` takes it."""
+    """Return a packed row of about this many tokens, in the form of
+    :class:`~megaflow_hpc.training.trainer.model.PolicyModel`."""
     draw = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -76,7 +77,7 @@ def row(tokens: int, words: int, seed: int = 0) -> tuple[Any, Any, list[int], An
 
 
 def seconds(call: Callable[[int], Any], repeats: int = REPEATS) -> list[float]:
-    """Seconds of each call, numbered from 1, after one that warms up."""
+    """Return the seconds of each call, numbered from 1, after a warm-up call."""
     call(0)
     found = []
     for number in range(1, repeats + 1):
@@ -89,38 +90,38 @@ def seconds(call: Callable[[int], Any], repeats: int = REPEATS) -> list[float]:
 
 
 def ceiling() -> float:
-    """Operations a second of one large product of matrices in bfloat16."""
+    """Return the operations a second of one large bfloat16 matrix product."""
     a, b = (torch.randn(8192, 8192, device=GPU.device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / statistics.median(seconds(lambda _: a @ b, 20))
 
 
 def learn(policy: PolicyModel, rows: list[Any], number: int) -> None:
-    """The forward and the backward pass of a row."""
+    """Run the forward and the backward pass of a row."""
     logprobs, entropies = policy(*rows[number])
     (logprobs.sum() + 0.01 * entropies.sum()).backward()
 
 
 @torch.no_grad()
 def judge(policy: PolicyModel, rows: list[Any], number: int) -> None:
-    """The forward pass of a row."""
+    """Run the forward pass of a row."""
     policy(*rows[number])
 
 
 def update(optimizer: Optimizer, _: int) -> None:
-    """A step of the optimizer alone."""
+    """Run one step of the optimizer."""
     for master in optimizer.masters.values():
         master.grad = torch.full_like(master, 1e-3)
     optimizer.step()
 
 
 def speed(folder: Path, tokens: list[int], limit: float) -> list[Figure]:
-    """Tokens a second and the peak of memory, with layers kept and recomputed."""
+    """Measure tokens a second and peak memory, with layers kept and recomputed."""
     found = []
     for how, operations in (("layers kept", 6), ("layers recomputed", 8)):
         optimizer = Optimizer(load(folder, "bfloat16", recompute=operations == 8).share(GPU), 1e-6)
         count = sum(parameter.numel() for parameter in optimizer.policy.parameters())
         for number in tokens:
-            # Each row has lengths of its own, as steps have: what a kernel prepares for one length is of no use later.
+            # Use other lengths for each row, as in real steps, because kernels cache preparations by length.
             rows = [row(number, optimizer.policy.words, seed) for seed in range(REPEATS + 1)]
             held = [len(taken[0]) for taken in rows[1:]]
             what = f"rows of {number}, {statistics.median(len(taken[2]) - 1 for taken in rows):.0f} sequences"
@@ -153,7 +154,7 @@ def speed(folder: Path, tokens: list[int], limit: float) -> list[Figure]:
 
 
 def moved(optimizer: Optimizer) -> list[Figure]:
-    """What leaving the GPU and coming back takes, and leaves there; the same bits must be there afterwards."""
+    """Measure the time of leaving the GPU and returning and the memory that stays. Compare all bits afterwards."""
     size, away, back = torch.cuda.memory_allocated(), list[float](), list[float]()
     first: list[Any] = []
     for _ in range(3):
@@ -179,7 +180,7 @@ def moved(optimizer: Optimizer) -> list[Figure]:
 
 @torch.no_grad()
 def alone(policy: PolicyModel, taken: Any) -> Any:
-    """Log-probabilities of a row, each sequence by itself, without packing."""
+    """Return the log-probabilities of a row's sequences, each computed without packing."""
     tokens, positions, offsets, _ = taken
     found = torch.zeros(len(tokens), device=tokens.device)
     for begin, end in pairwise(offsets):
@@ -190,7 +191,7 @@ def alone(policy: PolicyModel, taken: Any) -> Any:
 
 @torch.no_grad()
 def agreement(folder: Path, small: Path) -> list[Figure]:
-    """How far log-probabilities of the same weights lie apart."""
+    """Measure the differences of log-probabilities of the same weights."""
     rough = load(folder, "bfloat16").share(GPU)
     taken = row(8192, rough.words, 1)
     where = taken[3]
@@ -211,7 +212,7 @@ def agreement(folder: Path, small: Path) -> list[Figure]:
 
 
 def apart(name: str, one: Any, other: Any) -> list[Figure]:
-    """Mean and maximum of the differences of two rows of log-probabilities."""
+    """Return mean and maximum of the differences of two rows of log-probabilities."""
     difference = (one - other).abs()
     assert torch.isfinite(difference).all()
     return [
@@ -221,7 +222,7 @@ def apart(name: str, one: Any, other: Any) -> list[Figure]:
 
 
 def resumed(small: Path, folder: Path, dtype: str) -> Figure:
-    """The share of tensors that are bit for bit the same: three steps, and one step, a checkpoint and two steps."""
+    """Return the share of equal tensors after three steps, and after one step, a checkpoint and two steps."""
 
     def steps(optimizer: Optimizer, numbers: range) -> None:
         for number in numbers:

@@ -245,7 +245,7 @@ def test_an_export_is_read_as_what_was_trained(found):
         assert found[f"dtype {case}"] == f"torch.{dtype}"
         assert found[f"config {case}"] is True
         assert found[f"files {case}"] == ["config.json", "model.safetensors"]
-    assert found["bytes half"] < 60_000  # tied: the head is not written twice
+    assert found["bytes half"] < 60_000  # tied: the head is written once
 
 
 def test_an_adapter_is_exported_as_peft_reads_it(found):

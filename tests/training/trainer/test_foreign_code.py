@@ -1,4 +1,4 @@
-"""A model directory with Python code of its own: the trainer loads it without running that, and asks nobody."""
+"""A model directory with its own Python code: the trainer loads it without running the code and without a prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_code_of_a_model_is_run_whatever_is_typed(tmp_path: Path) -> None:
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     (model / "config.json").write_text(json.dumps({"model_type": "own", "architectures": ["Own"], "auto_map": names}))
     ours, theirs = pty.openpty()
-    os.write(ours, b"y\n" * 5)  # who trains may well say yes to a question among many lines
+    os.write(ours, b"y\n" * 5)  # a user could answer yes to a prompt among many lines
     try:
         done = subprocess.run(
             [engine_python(), "-c", LOAD, model],

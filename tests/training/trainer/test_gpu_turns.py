@@ -1,4 +1,4 @@
-"""A trainer that shares its GPUs with the engine: when it asks, what it moves, and that its steps stay the same."""
+"""A trainer that shares its GPUs with the engine: requests, moved data, and unchanged results of its steps."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_ratios_are_one_before_the_first_update_and_not_after_it(found):
     several = found["metrics several"][0]
     assert several["updates"] == 4
     assert several["log_ratio_max"] > 1e-4
-    assert several["mismatch"] <= 1e-5  # the proximal policy is that of before the step
+    assert several["mismatch"] <= 1e-5  # the proximal policy is the one before the step
     assert found["metrics m2po"][0]["updates"] == 2
 
 
@@ -338,7 +338,7 @@ def test_rollouts_that_cannot_be_trained_on_change_nothing(found):
 
 
 class Uniform(Pods):
-    """Samples from a model that knows nothing, which the tiny one nearly is."""
+    """Samples uniformly, which is close to the distribution of the tiny model."""
 
     def store(self, block: int, trajectory: Trajectory, epoch: int = 0) -> None:
         (one,) = trajectory.sequences
@@ -349,7 +349,7 @@ class Uniform(Pods):
 
 
 def tensors(path: Path) -> dict[str, bytes]:
-    """The tensors of a safetensors file."""
+    """Return the tensors of a safetensors file."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     about = json.loads(data[8:size])
@@ -378,7 +378,7 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
         )
 
     def steps(trainer: subprocess.Popen[str], last: int) -> list[int]:
-        """Reads the lines of steps up to one."""
+        """Read the lines of steps up to a given one."""
         found: list[int] = []
         assert trainer.stdout is not None
         for line in trainer.stdout:

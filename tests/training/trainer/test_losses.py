@@ -1,4 +1,4 @@
-"""Losses against values worked out here token by token in float64, without torch, and against TRL's own loss."""
+"""Losses, compared with values computed here token by token in float64 without torch, and with TRL's own loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRL = {  # ours → TRL's loss type, level of the ratio, and bounds
     "grpo": ("grpo", "token", 0.2, 0.2),
     "dapo": ("dapo", "token", 0.2, 0.28),
     "dr_grpo": ("dr_grpo", "token", 0.2, 0.2),
-    "cispo": ("cispo", "token", 0.2, 1.25),  # its bound is the ratio itself
+    "cispo": ("cispo", "token", 0.2, 1.25),  # its bound applies to the ratio itself
     "gspo": ("grpo", "sequence", 0.03, 0.04),
 }
 
@@ -170,7 +170,7 @@ print(json.dumps(result))
 
 @dataclass
 class Sample:
-    """The tokens that all of these tests look at, by column and by sequence."""
+    """The tokens of all these tests, by column and by sequence."""
 
     columns: dict[str, Any]
     new: np.ndarray
@@ -180,13 +180,14 @@ class Sample:
     rows: list[slice]
 
     def of(self, column: np.ndarray) -> list[np.ndarray]:
-        """What counts of each sequence."""
+        """Return the counted values of each sequence."""
         return [column[row][self.mask[row] == 1] for row in self.rows]
 
 
 @pytest.fixture(scope="module")
 def sample() -> Sample:
-    """Four sequences of several turns: ratios inside and outside of every clip, both signs of the advantage."""
+    """Return four sequences of several turns, with ratios inside and outside of every clip and advantages of both
+    signs."""
     draw = np.random.default_rng(11)
     total, offsets = sum(LENGTHS), np.cumsum([0, *LENGTHS])
     mask = (draw.random(total) < 0.7).astype(int)
@@ -240,8 +241,8 @@ def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
-# The objectives as the papers write them, to be minimised, of the log-probabilities that have the gradient. ``held`` is
-# where a paper stops the gradient.
+# The objectives of the papers, to be minimised, as functions of the log-probabilities. ``held`` marks where a paper
+# stops the gradient.
 
 
 def clipped(ratio: float, advantage: float, low: float, high: float) -> float:
@@ -279,7 +280,7 @@ def by_hand(sample: Sample, kind: str, new: np.ndarray, limit: float) -> float:
 
 
 def slopes(f: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Gradient by central differences."""
+    """Return the gradient by central differences."""
     unit = np.eye(len(at)) * step
     return np.array([(f(at + one) - f(at - one)) / (2 * step) for one in unit])
 
@@ -312,7 +313,7 @@ def test_what_is_clipped_has_no_gradient_and_the_rest_has_the_advantages_sign(sa
     assert 0 < still.sum() < sample.mask.sum()
     assert results["kinds"][kind]["report"]["clipped"] == pytest.approx(still.sum() / sample.mask.sum())
     reference = sample.engine if kind == "m2po" else sample.proximal
-    if kind != "gspo":  # whose ratio is the sequence's
+    if kind != "gspo":  # whose ratio belongs to the sequence
         assert ((sample.new - reference)[still] * advantages[still] > 0).all()
 
 
@@ -335,7 +336,7 @@ def test_what_is_masked_does_not_leak_not_even_nan(sample, results, kind):
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"m2po"}))
 def test_before_the_first_update_every_ratio_is_exactly_one(results, kind):
-    """However far the engine is off: what a learning rate of 0 must show."""
+    """With a learning rate of 0 every ratio is 1, no matter how much the engine differs."""
     found = results["same"][kind]["report"]
     assert (found["clipped"], found["kl"], found["log_ratio_max"]) == (0.0, 0.0, 0.0)
     assert found["mismatch_max"] > 0.05

@@ -1,4 +1,4 @@
-"""The policy over packed rows, and its optimizer, on one rank and on two, in the engine's environment."""
+"""The policy on packed rows, and its optimizer, on one rank and on two, in the engine's environment."""
 
 from __future__ import annotations
 

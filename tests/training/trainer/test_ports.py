@@ -1,4 +1,4 @@
-"""Ranks of one node meet where nobody else can: no process of theirs listens at an address of the network."""
+"""Ranks of one node communicate on the loopback: no process listens at a network address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer sees whether tokens were sampled as the engine says."""
+"""The trainer detects whether tokens were sampled as the engine reports."""
 
 from __future__ import annotations
 
