@@ -1,6 +1,6 @@
-"""OpenHands, unmodified, repairs a file by its own tools in a sandbox that sees nothing but the gateway.
+"""OpenHands, unmodified, repairs a file by its own tools in a sandbox that reaches only the gateway.
 
-Not of the suite: it needs half a gigabyte that nothing else does. ``launchers/agents.sh openhands``, then
+It is not part of the suite, because it needs half a gigabyte. Run ``launchers/agents.sh openhands``, then
 ``launchers/test tests/agents/openhands.py``.
 """
 

@@ -1,4 +1,4 @@
-"""The real programs, unmodified, repair a file by their own tools in a sandbox that sees nothing but the gateway."""
+"""The real programs, unmodified, repair a file by their own tools in a sandbox that reaches only the gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD, NEW = "return a - b", "return a + b"
 
 
 def repair(agent: str) -> list[dict[str, Any]]:
-    """The answers of a model that looks at the file, repairs it and says so, in the tools that each program offers."""
+    """Return a model's answers that read the file, repair it and report, by the tools of each program."""
     file, done = "/calc.py", {"text": "add() adds now.", "reasoning": "Nothing is left."}
     edit = {"file_path": file, "old_string": OLD, "new_string": NEW}
     if agent == "claude-code":
@@ -46,7 +46,7 @@ def repair(agent: str) -> list[dict[str, Any]]:
 def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
 ) -> None:
-    """All three are policies of one campaign; a fourth may make two calls, which are enough for the repair."""
+    """All three are policies of one campaign. A fourth may make two calls, which suffice for the repair."""
     task = make_task(
         tmp_path / "tasks",
         "calc",

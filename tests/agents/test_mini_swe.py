@@ -1,4 +1,4 @@
-"""mini-swe-agent against the scripted engine, through the real gateway, with real commands."""
+"""mini-swe-agent with the scripted engine, the real gateway and real commands."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_lost_sandbox_is_not_the_agents_failure(servers: Servers, tmp_path: Pa
 def test_a_suspended_rollout_goes_on_at_another_gateway_as_one_sequence(
     servers: Servers, tmp_path: Path, name: str, now: bool
 ) -> None:
-    """The answer to the second call is late: it is waited for, or given up with ``now`` and asked for once more."""
+    """The second answer is late: the agent waits for it, or the call is given up by ``now`` and repeated."""
     slow = {"text": block("echo two >> log"), "delay_s": 2.0}
     submit = block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo done")
     answers = [block("echo one >> log"), slow, block("echo three >> log"), submit]

@@ -1,4 +1,4 @@
-"""An agent and a task of a new user's own, as the command line writes them and the documentation shows the agent."""
+"""A new user's own agent and task, as the command line creates them and the documentation shows the agent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Impatient:
 
 
 def example() -> str:
-    """The one agent that the documentation shows whole."""
+    """Return the agent that the documentation shows in full."""
     page = (ROOT / "docs" / "how-to" / "agents.md").read_text()
     blocks: list[str] = re.findall(r"```python[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "import " in block]
@@ -82,7 +82,7 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
 
     printed("agents", "new", "my_agent", tmp_path)
     assert (tmp_path / "my_agent.py").read_text() == example()
-    assert main(["agents", "new", "my_agent", str(tmp_path)]) == 2  # nothing is overwritten
+    assert main(["agents", "new", "my_agent", str(tmp_path)]) == 2  # no file is overwritten
     (tmp_path / "others.py").write_text(OTHERS)
     (tmp_path / "helper.py").write_text("said = 'echo 3 > count.txt'\n")
     (tmp_path / "answers.yaml").write_text(ANSWERS)
@@ -98,9 +98,12 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
         mine = found["mine"]
         assert (mine.status, mine.error, mine.reward, len(mine.turns)) == ("completed", "", 1.0, 2)
         assert mine.messages[-1]["content"] == "It is done."
-        assert [turn.sandbox_s > 0 for turn in mine.turns] == [True, False]  # measured: it does not say it
+        assert [turn.sandbox_s > 0 for turn in mine.turns] == [
+            True,
+            False,
+        ]  # measured, not reported
         assert (found["Nothing"].status, found["Nothing"].error, found["Nothing"].reward) == ("completed", "", 1.0)
-        # Its client raised at the 429.
+        # Its client raised an error at status 429.
         over = found["Impatient"]
         assert (over.status, over.reward, over.error) == ("truncated", 0.0, "this rollout has made its 2 model calls")
         assert (found["Mapping"].status, found["Mapping"].error_kind) == ("failed", "user")
@@ -117,7 +120,7 @@ BROKEN = {
     "plain": ("class MyAgent:\n    def run(self): pass\n", "has no 'async def run"),
     "raises": ("class MyAgent:\n    def __init__(self):\n        1 / 0\n", r"ZeroDivisionError.* at .*raises\.py:3$"),
 }
-"""Module → its text, and what is said of an agent in it."""
+"""Module → its text, and the message about an agent in it."""
 
 
 def test_an_agent_that_cannot_be_made_is_refused_at_its_line(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_an_agent_that_cannot_be_made_is_refused_at_its_line(tmp_path: Path) -> 
     made, own = probe([AgentConfig(name=f"{name}:MyAgent") for name in BROKEN], str(tmp_path))
     for agent, (name, (_, said)) in zip(made, BROKEN.items(), strict=True):
         assert re.match(rf"agent '{name}:MyAgent'.*{said}", agent.error), agent.error
-    assert own == ["other.py", "plain.py", "raises.py"]  # what was imported whole
+    assert own == ["other.py", "plain.py", "raises.py"]  # imported as a whole
 
     (tmp_path / "my_agent.py").write_text("import os\nprint('to standard error', flush=True)\nos._exit(7)\n")
     (tmp_path / "campaign.yaml").write_text("name: own\ntasks: tasks/*\nagent: my_agent:MyAgent\n")
@@ -187,7 +190,7 @@ def test_an_agent_works_when_all_that_it_was_made_of_is_gone(tmp_path: Path, bas
     kept = run.path / "code"
     files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file() and not path.is_symlink()}
     assert files == BESIDE.keys() - {"unnamed.txt", "broken.py"}
-    assert (kept / "big").readlink() == tmp_path / "big"  # too much of it to be copied
+    assert (kept / "big").readlink() == tmp_path / "big"  # too large to be copied
     assert (kept / "tool.sh").stat().st_mode & 0o111
     assert (kept / "one.txt").stat().st_mode & 0o077 == 0
     for name in BESIDE:

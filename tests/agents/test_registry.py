@@ -32,7 +32,7 @@ def task(tmp_path: Path, **fields: object) -> Task:
 
 
 def test_every_name_makes_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a tool box that holds them all, which no tool box need."""
+    """Uses the agents of a tool box that contains all of them."""
     for name, package in {**PACKAGES, **PYTHON_PACKAGES}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / ".complete").write_text(package)

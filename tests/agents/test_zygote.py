@@ -1,4 +1,4 @@
-"""Python agents in processes of their own: what they may do to themselves costs one rollout."""
+"""Python agents in their own processes: an agent that breaks its process costs one rollout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spec(what: str, **args: Any) -> Any:
 
 
 async def blocked(zygote: Zygote, folder: Path) -> tuple[asyncio.Task[Any], int]:
-    """A running agent that never answers, and the pid of its process."""
+    """Start an agent that never answers; return it and the pid of its process."""
     place = folder / "pid"
     running = asyncio.create_task(zygote.run(spec("block", place=str(place)), TASK, LocalSandbox(folder / "a"), None))
     while not place.exists() or not place.read_text():
@@ -73,7 +73,7 @@ async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path
         results = await asyncio.gather(
             *(found.run(spec("pipe"), TASK, LocalSandbox(tmp_path / str(n)), None, timed=timed) for n in range(4))
         )
-    assert sorted(counted) == ["begun"] * 28 + ["ended"] * 28  # seven operations of each
+    assert sorted(counted) == ["begun"] * 28 + ["ended"] * 28  # seven operations each
     for result in results:
         assert result.messages == [{"role": "user", "content": "Dö it. \udcff"}]
         assert result.exit_code == 124

@@ -27,7 +27,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 ROOT = Path(__file__).parents[2]
 
 SHOWN = ("", "text")
-"""Languages of blocks that show output or draw; nobody copies them into a shell."""
+"""Languages of blocks that show output or drawings, which nobody copies into a shell."""
 
 INFO = re.compile(r"(?P<language>\w*)(?:[ \t]+(?P<options>[^\n]*))?$\n?", re.MULTILINE)
 MARK = re.compile(r"<!--\s*(?P<name>not run|lab|form)\s*(?::\s*(?P<value>.*?))?\s*-->\s*\Z")
@@ -39,20 +39,20 @@ class Block:
     """One fenced block of a page."""
 
     page: str
-    """Path below the project."""
+    """Path relative to the project."""
     line: int
     language: str
     source: str
     title: str | None
-    """Name of the file that it is."""
+    """File name to which the block is written."""
     mark: str | None
     """``not run``, ``lab`` or ``form``."""
     value: str | None
-    """What the mark says: the reason, or the form."""
+    """The mark's value: the reason, or the form."""
 
     @property
     def fate(self) -> str:
-        """``shown`` (no code), ``not run``, ``lab`` or ``run``."""
+        """How the block is treated: ``shown`` (no code), ``not run``, ``lab`` or ``run``."""
         if self.language in SHOWN:
             return "shown"
         return self.mark if self.mark in ("not run", "lab") else "run"
@@ -62,12 +62,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README and every page of the docs."""
+    """Return README and every page of the docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Yields the blocks of a page from top to bottom."""
+    """Yield the blocks of a page from top to bottom."""
     text = page.read_text()
     document = Document(text, str(page))
     for region in RawFencedCodeBlockLexer(info_pattern=INFO)(document):
@@ -86,7 +86,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def main() -> int:
-    """Prints how many blocks of each page are run, and why others are not."""
+    """Print how many blocks of each page are run, and why others are not."""
     total: Counter[str] = Counter()
     for page in pages():
         found = list(blocks(page))

@@ -1,4 +1,4 @@
-"""A group's directory as the pages suppose it: an image, tasks, a campaign that is done, and one whose rollouts lie in
+"""A group's directory as the pages assume it: an image, tasks, a finished campaign, and one that is still in
 journals."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ slurm:
 
 @pytest.fixture(scope="session")
 def group_directory(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) -> Path:
-    """``campaign.yaml``, ``tasks/``, ``images/base.sif``, and the run ``runs/fix-bugs`` of it, which is over."""
+    """Make ``campaign.yaml``, ``tasks/``, ``images/base.sif`` and its finished run ``runs/fix-bugs``."""
     directory = tmp_path_factory.mktemp("group")
     for name in ("fix-humanize-0", "fix-humanize-1"):
         write_solved_task(directory / "tasks", name)
@@ -46,7 +46,7 @@ def group_directory(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) ->
 
 @pytest.fixture
 def session(group_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """A copy of the group's directory, in which a page runs; ``RUN`` is its run."""
+    """Copy the group's directory for one page. ``RUN`` is its run."""
     directory = tmp_path / "group"
     shutil.copytree(group_directory, directory, symlinks=True)
     (directory / "RUN").symlink_to("runs/fix-bugs")

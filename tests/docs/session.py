@@ -27,7 +27,7 @@ class Session:
     """One page's directory, variables and names.
 
     Args:
-        directory: where its commands run.
+        directory: working directory of its commands.
         environment: their variables.
     """
 
@@ -39,7 +39,7 @@ class Session:
         self._names: dict[str, Any] = {"__name__": "__main__"}
 
     def run(self, block: Block) -> None:
-        """Runs a block; raises where it fails or prints something else than the page shows."""
+        """Run a block. Raises an error if it fails or its output differs from the page."""
         if block.title:
             file = self._cwd / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class Session:
 
     @property
     def _cwd(self) -> Path:
-        """Where the last shell block went."""
+        """Return the working directory after the last shell block."""
         place = self._state / "cwd"
         return Path(place.read_text().strip()) if place.exists() else self.directory
 
@@ -56,10 +56,10 @@ class Session:
         form, _, under = (block.value or "campaign").partition(" ") if block.mark == "form" else ("campaign", "", "")
         value = yaml.safe_load(textwrap.dedent(block.source))
         if form != "campaign":
-            return  # a command of the page reads it
+            return  # a command on the page reads it
         for key in reversed(under.split(".") if under else []):
             value = {key: value}
-        if "pool" not in value:  # a part of a campaign: what else it takes to be one
+        if "pool" not in value:  # a part of a campaign; complete it
             value = {"tasks": "tasks/*", "agent": "nop"} | value
         if "training" in value:
             value = {"samples": 2, "model": {}} | value
@@ -89,7 +89,7 @@ class Session:
                 assert matches(expected, printed), f"{block}: {command}\nshows:\n{expected}\nprinted:\n{printed}"
 
     def _shell(self, block: Block, script: str) -> str:
-        """Runs a script where the last one left off, and returns what it printed on either stream."""
+        """Run a script in the state that the last one left; return its output on both streams."""
         state, variables = self._state, self._state / "variables"
         before = f"cd {shlex.quote(str(self.directory))}\n"
         if variables.exists():
@@ -110,7 +110,7 @@ class Session:
 
 
 def sessions(text: str) -> list[tuple[str, str]]:
-    """Splits a ``console`` block into commands and what each prints."""
+    """Split a ``console`` block into commands and their outputs."""
     found: list[tuple[str, str]] = []
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -123,7 +123,7 @@ def sessions(text: str) -> list[tuple[str, str]]:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether a command printed what a page shows, but for numbers, widths of columns and what ``…`` stands for."""
+    """Return whether a command printed what the page shows, except numbers, widths of columns and ``…``."""
     wanted = [re.escape(part) for part in _shape(expected).split("…")]
     return re.search(r".*?".join(wanted), _shape(printed), re.DOTALL) is not None
 
@@ -135,7 +135,8 @@ def _shape(text: str) -> str:
 
 
 def variables(directory: Path) -> dict[str, str]:
-    """What commands of a page find: this Python's ``megaflow-hpc`` first on PATH, and places of the page's own."""
+    """Return the environment of a page's commands: this Python's ``megaflow-hpc`` first on PATH, and the page's own
+    paths."""
     return {
         **os.environ,
         "HOME": str(directory),

@@ -1,4 +1,4 @@
-"""Every file of this repository that a page names is there."""
+"""Every file of this repository that a page names exists."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FILES = [
 OF_TASKS = {
     "tests/test.sh", "tests/Dockerfile", "solution/solve.sh", "tests/test_filesize.py", "tests/test_number.py",
 }  # fmt: skip
-"""Files of task directories and of packages that become tasks, and not of this repository."""
+"""Files of task directories and of packages that become tasks, not of this repository."""
 INSTALLED = {"megaflow_hpc/carried/launchers/site", "megaflow_hpc/carried/sbatch", "config/mini_textbased.yaml"}
-"""Files of a wheel: ours, and that of mini-swe-agent."""
+"""Files of wheels: ours and that of mini-swe-agent."""
 
 
 def exists(name: str) -> bool:
-    """Returns whether ``name`` ends the path of a file or a folder here; ``*`` stands for any text."""
+    """Return whether ``name`` ends the path of a file or directory here. ``*`` matches any text."""
     pattern = re.escape(name.rstrip("/")).replace(r"\*", "[^/]*")
     return any(re.search(rf"(?:^|/){pattern}(?:$|/)", file) for file in FILES)
 

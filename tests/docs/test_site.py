@@ -1,4 +1,4 @@
-"""The site builds without a warning, and its pages that are made from code are as the code is."""
+"""The site builds without warnings, and its generated pages match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removal of trees as a hostile task may leave them."""
+"""Removal of trees that a hostile task may leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network of an MPI that Slurm starts on several nodes."""
+"""Network settings of an MPI that Slurm starts on several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes by their identity and state, those of the machine."""
+"""Identity and state of this machine's processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALLOCATES = "import sys\nkept = b'x' * 400_000_000\nprint(flush=True)\nsys.stdin
 
 
 def test_a_process_that_ends_is_known_for_it_before_it_has_lost_its_argv() -> None:
-    """Memory takes long to give back; argv is gone by then, and the process neither a zombie nor out of the list."""
+    """Freeing memory takes long. Meanwhile argv is empty, but the process is not yet a zombie."""
     seen = False
     for _ in range(5):
         child = subprocess.Popen([sys.executable, "-c", ALLOCATES], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

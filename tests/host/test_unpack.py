@@ -1,4 +1,4 @@
-"""Archives of strangers: those of honest programs come out whole, all others as an error and inside."""
+"""Untrusted archives: those of honest programs are unpacked completely; all others fail without leaving the target."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_link_is_judged_by_itself(target: str, depth: int, inside: bool) -> No
 
 
 def test_links_lead_nowhere_outside_whatever_else_there_is(tmp_path: Path) -> None:
-    """Random trees of links and directories, one over the other."""
+    """Random trees of links and directories that replace one another."""
     chance = random.Random(7)
     names = ["a", "b", "a/a", "a/b", "b/a", "a/a/a", "a/b/b", "b/a/b/a"]
     steps = ["..", "a", "b", ".", "../..", "a/..", "b/../..", "a/b"]
@@ -118,7 +118,7 @@ def test_links_lead_nowhere_outside_whatever_else_there_is(tmp_path: Path) -> No
     assert found
     assert os.listdir(tmp_path) == ["in"]
     for path in found:
-        with contextlib.suppress(OSError, RuntimeError):  # it leads nowhere, or round in a circle
+        with contextlib.suppress(OSError, RuntimeError):  # a dangling or circular link
             assert path.resolve(strict=True).is_relative_to(inside)
 
 
@@ -142,7 +142,7 @@ def test_damaged_archives_are_refused_and_nothing_else(tmp_path: Path) -> None:
         for _ in range(chance.randint(0, 20)):
             at = chance.randrange(len(data) + 1)
             data[at : at + chance.randint(0, 12)] = chance.randbytes(chance.randint(0, 12))
-        for start in range(0, len(data) - 511, 512):  # so that more than the checksum is looked at
+        for start in range(0, len(data) - 511, 512):  # so that more than the checksum is tested
             if data[start + 257 : start + 262] == b"ustar" or chance.random() < 0.1:
                 data[start + 148 : start + 156] = b" " * 8
                 data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])

@@ -1,4 +1,4 @@
-"""Messages survive the wire: any size, any cut, text that is not Unicode."""
+"""Messages survive the wire: every size, every cut, and text that is not valid Unicode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harbor itself, in its own environment, running trials in these sandboxes."""
+"""Harbor itself, in its own environment, runs trials in these sandboxes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 ENVIRONMENT = "megaflow_hpc.integrations.harbor:ApptainerEnvironment"
 
 
-pytestmark = pytest.mark.slow  # Harbor may have to be installed
+pytestmark = pytest.mark.slow  # Harbor may need to be installed first
 
 
 def run_harbor(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     package = Path(megaflow_hpc.__file__).parents[1]
-    # What it would fetch and report has no place in a test.
+    # Switch off its downloads and reports.
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0", "DO_NOT_TRACK": "1"}
     env = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", **quiet}
     command = [
@@ -72,7 +72,7 @@ print(json.dumps(sorted(str(p.relative_to(root)) for p in root.rglob("*") if rul
 
 
 def test_harborignore_leaves_out_what_it_does_in_harbor(tmp_path: Path, harbor_python: Path) -> None:
-    """A tree of every kind of line and place, read by Harbor's own code and by ours."""
+    """A tree with every kind of line and position, read by Harbor's own code and by ours."""
     names = ["a.log", "keep.log", "b.py", "data/c.log", "data/deep/d.py", "data/deep/keep.log", "cache/e", "cache/keep"]
     for home in ("tests", "solution", "steps/one/tests", "steps/one/solution", "steps/one/workdir", "environment"):
         for name in names:

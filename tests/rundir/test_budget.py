@@ -1,4 +1,4 @@
-"""Limits of a whole campaign, summed over what its pods have said."""
+"""Limits of a whole campaign, summed over the reports of its pods and servers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_gpu_hours_are_those_that_servers_held_over_all_their_starts(tmp_path: P
         assert budget.exceeded({}) == ""
         meter.tick()
     assert budget.exceeded({}) == "1.03 GPU-hours are used, limits.gpu_hours is 1"
-    (run.gpus / "a.0.json").write_text('{"gpu_s"')  # half a file: what was read before still counts
+    (run.gpus / "a.0.json").write_text('{"gpu_s"')  # half a file; the earlier value still counts
     assert budget.exceeded({}) == "1.03 GPU-hours are used, limits.gpu_hours is 1"
 
 
@@ -87,7 +87,7 @@ def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_
     model = "model: {engine: scripted, script: answers.yaml}\nlimits: {gpu_hours: 1}\n"
     run = Campaign.from_yaml(make_campaign(1, model, agent="oracle")).plan(launcher="local")
     run.dir.gpus.mkdir()
-    (run.dir.gpus / "default.7.json").write_text('{"gpus": 1, "gpu_s": 7200}')  # of a server that was there before
+    (run.dir.gpus / "default.7.json").write_text('{"gpus": 1, "gpu_s": 7200}')  # from an earlier server
     run.start("local")
     status = run.wait(120)
     assert status["state"] == "stopped"

@@ -1,4 +1,4 @@
-"""Event files: what is written is read again, whatever a full disk left in them."""
+"""Event files: lines are read as they were written, also after a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged JSON files of a run directory are read as missing, or refused with the file and the field named."""
+"""Damaged JSON files of a run directory are read as missing, or refused with the names of file and field."""
 
 from __future__ import annotations
 

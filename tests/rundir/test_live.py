@@ -1,4 +1,4 @@
-"""What viewers ask for is bounded, and nothing in those files does harm."""
+"""Requests of viewers are bounded, and malicious files do no harm."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_end_of_a_conversation_is_bounded_whatever_its_messages_are() -> Non
 def test_what_a_pod_shows_may_be_any_text_and_a_disk_that_refuses_stops_nothing(run: RunDir) -> None:
     said = PodLiveStatus({"t/p/0": LiveStatus(1, 2, True, 3.0)}, {"t/p/0": Transcript(1, [("user", "\udc80é")])})
     viewers = Viewers(run, "7_0.0")
-    viewers.show(said)  # nobody has made the directory: as after a removal
+    viewers.show(said)  # the directory was removed
     assert not run.live.exists()
     run.live.mkdir()
     viewers.show(said)

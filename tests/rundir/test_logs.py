@@ -1,4 +1,4 @@
-"""What is looked at for the log of one rollout."""
+"""The files that are read for the log of one rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pods of which no start came as far as to its lease, as their batch shells left word of them."""
+"""Pods of which no start reached its lease, as their batch shells reported them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_line_that_says_most_is_the_cause(tmp_path: Path, said: str, cause: 
     (folder / ".7_1").write_text("half")
     assert marks.unstarted() == [Unstarted("7_0", "cpu1", 137, "/a log/pod.log", cause)]
     (run.ledger / "leases").mkdir()
-    (run.ledger / "leases" / "7_0.1").touch()  # a later start came further
+    (run.ledger / "leases" / "7_0.1").touch()  # a later start got further
     assert marks.unstarted() == []
     marks.forget_unstarted()
     assert not list(folder.glob("7_*"))

@@ -1,4 +1,4 @@
-"""What ``resume --time``, ``--mem`` and ``--partition`` change: what new jobs ask for, and nothing that was planned."""
+"""``resume --time``, ``--mem`` and ``--partition`` change the requests of new jobs and nothing that was planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs there are under a directory, and which of them is meant."""
+"""Finding the runs under a directory, and the run that a user names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What others see of a trainer: its commits, whole or not there, its starts, and the last word on the last of them."""
+"""A trainer as other processes see it: its commits, complete or absent, its starts, and the last word on the last
+start."""
 
 from __future__ import annotations
 

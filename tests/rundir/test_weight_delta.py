@@ -1,4 +1,4 @@
-"""Weights as a delta: small where little changed, and exact bit for bit."""
+"""Weights as a delta: small if little changed, and exact bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megaflow_hpc.rundir.weight_source import base_of
 
 
 def model(folder: Path, tensors: np.ndarray, dtype: str = "BF16") -> Path:
-    """A model directory with one safetensors file."""
+    """Make a model directory with one safetensors file."""
     folder.mkdir()
     header = json.dumps({"w": {"dtype": dtype, "shape": [tensors.size], "data_offsets": [0, tensors.nbytes]}}).encode()
     header += b" " * (-len(header) % 8)
@@ -29,7 +29,7 @@ def model(folder: Path, tensors: np.ndarray, dtype: str = "BF16") -> Path:
 
 
 def rounded(masters: np.ndarray) -> np.ndarray:
-    """Float32 to bfloat16, to nearest even, as words."""
+    """Round float32 to bfloat16, to nearest even; return 16-bit words."""
     bits = masters.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -39,7 +39,7 @@ def test_one_step_of_adam_at_a_small_rate_takes_a_tenth_of_the_bytes_or_less(tmp
     masters = random.normal(0, 0.02, 1_000_000).astype(np.float32)
     step = np.float32(1e-6) * np.sign(random.normal(size=masters.size)).astype(
         np.float32
-    )  # Adam's first, whatever size
+    )  # Adam's first step has this size for every gradient
     base = model(tmp_path / "base", rounded(masters))
     new = model(tmp_path / "new", rounded(masters + step))
     found = write_delta(new, base, 5, tmp_path / "delta")

@@ -1,4 +1,4 @@
-"""Numbers, ordinals and tokens of weights, whatever becomes of publishers, pruners and readers."""
+"""Numbers, ordinals and tokens of weights stay correct although publishers, pruners and readers are killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A campaign of two policies with scripted engines."""
+    """Make a campaign of two policies with scripted engines."""
     run = RunDir(tmp_path / "run")
     run.create()
     model = {"engine": "scripted", "script": str(trained(tmp_path, "model") / "script.yaml")}

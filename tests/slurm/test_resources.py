@@ -1,4 +1,4 @@
-"""What jobs ask for, and how many of them limits on resources let start."""
+"""Resources that jobs request, and how many jobs the resource limits let start."""
 
 from __future__ import annotations
 

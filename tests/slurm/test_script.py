@@ -1,4 +1,4 @@
-"""Batch scripts: one pure function, the same for --dry-run, submission and the files under sbatch/."""
+"""Batch scripts: one pure function serves --dry-run, submission and the files in sbatch/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job that is queued from here does not inherit."""
+"""Variables that a job queued from here does not inherit."""
 
 from __future__ import annotations
 

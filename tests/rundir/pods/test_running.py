@@ -1,4 +1,4 @@
-"""Which rollouts run, whatever the order in which pods' files are read."""
+"""The running rollouts, independent of the order in which pods' files are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def start(t: float, rollout: str, rank: int = 1, attempt: int = 0) -> AnyEvent:
 
 
 FILES: dict[str, list[AnyEvent]] = {
-    # A pod that was killed; its rollouts were taken over, or failed and were begun anew by resume.
+    # A killed pod. Another pod took its rollouts over, or they failed and resume started them again.
     "killed": [
         WorkerEvent(t=1, rank=1, state="ready", node="n1"),
         start(2, "taken"),
@@ -22,7 +22,7 @@ FILES: dict[str, list[AnyEvent]] = {
         start(2, "left"),
         RolloutEvent(t=3, id="again", status="failed", kind="user"),
     ],
-    # The pod that goes on.
+    # The pod that continues.
     "later": [
         WorkerEvent(t=5, rank=1, state="ready", node="n2"),
         WorkerEvent(t=5, rank=2, state="ready", node="n3"),
@@ -36,7 +36,7 @@ FILES: dict[str, list[AnyEvent]] = {
         start(9, "lost", 2),
         WorkerEvent(t=9.5, rank=3, state="lost"),
     ],
-    # One that has ended, with rollouts given back.
+    # A pod that ended and gave rollouts back.
     "drained": [
         WorkerEvent(t=1, rank=1, state="ready", node="n4"),
         start(1.5, "taken"),

@@ -1,4 +1,4 @@
-"""Summaries of event files: they say what the events say, wherever they end, and nothing depends on them."""
+"""Summaries of event files equal their events at every position, and nothing depends on a summary."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make(path: Path) -> RunDir:
 
 
 def condense(events: Path, covered: int) -> bytes:
-    """Writes the summary of the first bytes of an event file, as its pod would have; returns it."""
+    """Write the summary of the first bytes of an event file, as its pod would; return it."""
     aggregator = EventAggregator()
     for line in events.read_bytes()[:covered].splitlines():
         event = decode(line)
@@ -66,7 +66,7 @@ def condense(events: Path, covered: int) -> bytes:
 
 
 def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
-    """What a first look finds, but for what the time of the look decides."""
+    """Return the status of a first poll without the values that depend on its time."""
     monitor = Monitor(run)
     if listed:
         monitor.list_rollouts()
@@ -85,7 +85,7 @@ def said(run: RunDir, listed: bool = False) -> dict[str, Any]:
 
 
 def left_behind(run: RunDir) -> dict[str, Any]:
-    """What whoever takes all pods' blocks over hears of the rollouts that have not ended well."""
+    """Return what a pod that takes over all blocks learns about the rollouts that have not ended well."""
     events = [decode(line) for path in run.events.glob("*.jsonl") for line in path.read_bytes().splitlines()]
     well = {event.id for event in events if isinstance(event, RolloutEvent) and event.status in VERIFIED}
     known = Histories(run)
@@ -95,7 +95,7 @@ def left_behind(run: RunDir) -> dict[str, Any]:
 
 
 def cut(events: Path, draw: random.Random) -> int:
-    """A place between two lines of a file, or its end, or its beginning."""
+    """Return a position between two lines of a file, its beginning or its end."""
     ends = [0]
     for line in events.read_bytes().splitlines(keepends=True):
         ends.append(ends[-1] + len(line))
@@ -114,7 +114,7 @@ def test_a_status_is_the_same_with_summaries_wherever_they_end(run: RunDir, seed
         condense(events, cut(events, draw))
     assert said(run) == without
     assert left_behind(run) == behind
-    assert Monitor(run).status()["rate_per_s"] == pytest.approx(rate, rel=0.5)  # the looks are some time apart
+    assert Monitor(run).status()["rate_per_s"] == pytest.approx(rate, rel=0.5)  # time passes between the polls
     for events in sorted(run.events.glob("*.jsonl")):
         whole = condense(events, cut(events, draw))
         damaged = draw.choice(
@@ -136,7 +136,7 @@ def test_a_summary_of_more_than_there_is_is_not_used(run: RunDir) -> None:
     events = sorted(run.events.glob("*.jsonl"))[0]
     lines = events.read_bytes().splitlines(keepends=True)
     condense(events, events.stat().st_size)
-    events.write_bytes(b"".join(lines[:-20]))  # a node lost power: its last events were not on the disk
+    events.write_bytes(b"".join(lines[:-20]))  # a node lost power before its last events were on the disk
     with_it = said(run)
     summary.path_of(events).unlink()
     assert with_it == said(run)
@@ -185,7 +185,7 @@ def test_a_pod_renames_a_summary_now_and_then_and_a_first_look_reads_it_in_place
 
 
 def bytes_read(run: RunDir) -> tuple[dict[str, Any], int]:
-    """What a first look finds, and the bytes that this process reads for it."""
+    """Return the status of a first poll, and the bytes that this process read for it."""
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
