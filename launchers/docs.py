@@ -34,11 +34,25 @@ Sections have a table of their own, under the path by which the file reaches the
 COMMANDS = """\
 # Commands
 
-What `megaflow-hpc --help` and `megaflow-hpc VERB --help` print. `--json` and `--debug` may stand before the verb too.
-With `--json` stdout holds JSON and nothing else; errors are text on stderr all the same: a program tells them by the
-exit status.
+This page shows what `megaflow-hpc --help` and `megaflow-hpc VERB --help` print. It lists these only once:
+
+- `RUN` is a run directory, or `latest`: the newest one here. Verbs that read trajectories (`show`, `diff`, `export`,
+  `report`, `validate`, `verify`, `compact`, `anonymise`, `du`) also take a `trajectories.h5`.
+- `CAMPAIGN` is a campaign file.
+- Every verb takes `-h` and `--debug`, which shows the traceback of an error. All but `completion` and `help` take
+  `--json`: stdout holds JSON and nothing else, errors are text on stderr. Both may also precede the verb.
 
 """
+
+COMMON_OPTIONS = {"help", "debug", "json"}
+COMMON_ARGUMENTS = {
+    "run directory, or latest: the newest here",
+    "run directory, a trajectories.h5, or latest: the newest here",
+    "campaign file (YAML)",
+}
+"""Help texts of arguments that the top of the page explains."""
+LONG_HELP = 8
+"""If an option is repeated with the same help of at least so many words, later verbs refer to the first one."""
 
 VARIABLES = """\
 # Variables
@@ -135,23 +149,42 @@ def commands() -> Iterator[str]:
 
     parser = build_parser()
     yield from ("```text", parser.format_help().rstrip(), "```", "")
-    yield from _helps(parser, 2)
+    seen: dict[str, str] = {}
+    for verb in _verbs(parser):
+        yield from _helps(verb, 2, seen)
 
 
-def _helps(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
-    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if level > 2:
-        yield from (
-            f"{'#' * (level - 1)} `{parser.prog.partition(' ')[2]}`",
-            "",
-            "```text",
-            parser.format_help().rstrip(),
-            "```",
-            "",
-        )
-    for action in subparsers:
-        for verb in dict.fromkeys(action.choices.values()):
-            yield from _helps(verb, level + 1)
+def _helps(parser: argparse.ArgumentParser, level: int, seen: dict[str, str]) -> Iterator[str]:
+    """Yields the help of a verb and of the verbs in its group.
+
+    Args:
+        parser: the verb's.
+        level: of its heading.
+        seen: long help texts that were printed, and the verb that has each.
+    """
+    name = parser.prog.partition(" ")[2]
+    shown = [action for action in parser._actions if action.dest not in COMMON_OPTIONS]
+    usage = parser._get_formatter()
+    usage.add_usage(None, [action for action in shown if action.required or not action.option_strings], [], "")
+    optional = any(action.option_strings and not action.required for action in shown)
+    parser.usage = usage.format_help().strip()
+    if optional:
+        parser.usage = parser.usage.replace(parser.prog, f"{parser.prog} [options]")
+    for action in parser._actions:
+        text = action.help or ""
+        if action.dest in COMMON_OPTIONS or text in COMMON_ARGUMENTS:
+            action.help = argparse.SUPPRESS
+        elif len(text.split()) >= LONG_HELP:
+            first = seen.setdefault(text, name)
+            action.help = text if first == name else f"as for {first}"
+    yield from (f"{'#' * level} `{name}`", "", "```text", parser.format_help().rstrip(), "```", "")
+    for verb in _verbs(parser):
+        yield from _helps(verb, level + 1, seen)
+
+
+def _verbs(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return list(dict.fromkeys(verb for group in groups for verb in group.choices.values()))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ megaflow-hpc help variables the environment variables.
 
 exit status:
   0    every rollout was carried out, whatever its reward
-1    some rollouts could not be carried out
+  1    some rollouts could not be carried out
   2    a bad file or argument
   3    the site refused
   130  interrupted
