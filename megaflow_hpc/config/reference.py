@@ -68,11 +68,24 @@ def markdown() -> str:
         lines += [f"## `{table.path}`" if table.path else "## The file", "", *([table.text, ""] if table.text else [])]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in table.keys:
-            default = f"`{key.default}`" if key.default not in ("", "required") else key.default
-            cells = (f"`{key.name}`", key.type, default, key.text)
+            cells = (f"`{key.name}`", key.type, *_default_and_meaning(key))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+_DEFAULT_SENTENCE = re.compile(r" *\bDefault: (.+?)\.$")
+
+
+def _default_and_meaning(key: Key) -> tuple[str, str]:
+    """Return the last two cells of a key. If the meaning ends with the default, that moves to the default's cell."""
+    default = f"`{key.default}`" if key.default not in ("", "required") else key.default
+    sentence = _DEFAULT_SENTENCE.search(key.text)
+    if not sentence:
+        return default, key.text
+    if sentence[1].strip("`") != key.default.strip('"').removesuffix(".0"):
+        default = sentence[1]
+    return default, _DEFAULT_SENTENCE.sub("", key.text)
 
 
 def _plain(text: str) -> str:
