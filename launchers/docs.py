@@ -78,7 +78,7 @@ If a call omits a sampling option, the gateway sends the policy's setting. In a 
 
 APIS = {
     "/chat/completions": "OpenAI's chat completions. The gateway converts the messages and responses APIs to it.",
-    "/completions": "OpenAI's completions of a prompt.",
+    "/completions": "OpenAI's completions of a prompt. This table has only what differs from chat completions.",
     "/messages": "Anthropic's messages, and `/v1/messages/count_tokens`.",
     "/responses": "OpenAI's responses.",
 }
@@ -118,6 +118,7 @@ def options() -> Iterator[str]:
     """Yields the lines of the page on options of a model call."""
     from megaflow_hpc.model.gateway.dialects import TABLES
 
+    chat: dict[str, tuple[str, str]] = {}
     for path, what in APIS.items():
         yield from (
             f"## `/v1{path}`",
@@ -127,7 +128,7 @@ def options() -> Iterator[str]:
             "| option | handling | `loss_mask` |",
             "| --- | --- | --- |",
         )
-        rows: dict[tuple[str, str], list[str]] = {}
+        handling: dict[str, tuple[str, str]] = {}
         for option, entry in sorted(TABLES[path].items()):
             constrains = (TABLES["/chat/completions"][entry.becomes] if entry.becomes else entry).constrains
             if entry.refused:
@@ -137,7 +138,15 @@ def options() -> Iterator[str]:
             else:
                 fate = f"passed on as `{entry.becomes}`" if entry.becomes not in ("", option) else "passed on"
             mask = ("0" if constrains == "always" else f"0 if {constrains}") if constrains else "1"
-            rows.setdefault((fate, "no call" if entry.refused else mask), []).append(f"`{option}`")
+            handling[option] = fate, "no call" if entry.refused else mask
+        if path == "/chat/completions":
+            chat = handling
+        if path == "/completions":
+            unlisted = {option: ("dropped", "1") for option in sorted(chat.keys() - handling.keys())}
+            handling = {option: row for option, row in (handling | unlisted).items() if chat.get(option) != row}
+        rows: dict[tuple[str, str], list[str]] = {}
+        for option, row in handling.items():
+            rows.setdefault(row, []).append(f"`{option}`")
         order = sorted(rows, key=lambda row: (row[1] == "no call", row[0] == "dropped", row[1] == "1", row))
         yield from (f"| {' '.join(rows[row])} | {row[0]} | {row[1]} |" for row in order)
         yield ""
