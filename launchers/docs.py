@@ -34,7 +34,7 @@ Sections have a table of their own, under the path by which the file reaches the
 COMMANDS = """\
 # Commands
 
-This page shows what `megaflow-hpc --help` and `megaflow-hpc VERB --help` print. It lists these only once:
+This page shows what `megaflow-hpc VERB --help` prints. It says these only once:
 
 - `RUN` is a run directory, or `latest`: the newest one here. Verbs that read trajectories (`show`, `diff`, `export`,
   `report`, `validate`, `verify`, `compact`, `anonymise`, `du`) also take a `trajectories.h5`.
@@ -42,6 +42,8 @@ This page shows what `megaflow-hpc --help` and `megaflow-hpc VERB --help` print.
 - Every verb takes `-h` and `--debug`, which shows the traceback of an error. All but `completion` and `help` take
   `--json`: stdout holds JSON and nothing else, errors are text on stderr. Both may also precede the verb.
 - `--help` shows further examples.
+- Exit status: 0 every rollout was carried out, whatever its reward; 1 some could not be carried out; 2 a bad file or
+  argument; 3 the site refused; 130 interrupted.
 
 """
 
@@ -155,13 +157,14 @@ def options() -> Iterator[str]:
 def commands() -> Iterator[str]:
     """Yields the lines of the page of all verbs."""
     os.environ["COLUMNS"] = str(WIDTH)
-    from megaflow_hpc.cli import build_parser
+    from megaflow_hpc.cli import SECTIONS, build_parser
 
-    parser = build_parser()
-    yield from ("```text", parser.format_help().rstrip(), "```", "")
+    parsers = {parser.prog.partition(" ")[2]: parser for parser in _verbs(build_parser())}
     seen: dict[str, str] = {}
-    for verb in _verbs(parser):
-        yield from _helps(verb, 2, seen)
+    for section, verbs in SECTIONS.items():
+        yield from (f"## {section[0].upper()}{section[1:]}", "")
+        for verb in verbs:
+            yield from _helps(parsers[verb], 3, seen)
 
 
 def _helps(parser: argparse.ArgumentParser, level: int, seen: dict[str, str]) -> Iterator[str]:
