@@ -106,7 +106,7 @@ def _sections(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
         yield from _sections(value["additionalProperties"], f"{path}.NAME")
 
 
-_WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "null": "null"}
+_WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "null": "null"}
 
 
 def _type(value: Mapping[str, Any], definitions: Mapping[str, Any], paths: Mapping[str, str]) -> str:
