@@ -41,7 +41,7 @@ This page shows what `megaflow-hpc VERB --help` prints. It says these only once:
 - `CAMPAIGN` is a campaign file.
 - Every verb takes `-h` and `--debug`, which shows the traceback of an error. All but `completion` and `help` take
   `--json`: stdout holds JSON and nothing else, errors are text on stderr. Both may also precede the verb.
-- `--help` shows further examples.
+- `--help` also shows examples of each verb.
 - Exit status: 0 every rollout was carried out, whatever its reward; 1 some could not be carried out; 2 a bad file or
   argument; 3 the site refused; 130 interrupted.
 
@@ -194,19 +194,10 @@ def _helps(parser: argparse.ArgumentParser, level: int, seen: dict[str, str]) ->
     if verbs:
         yield from (f"{'#' * level} `{name}`", "", parser.description or "", "")
     else:
-        parser.epilog = _with_options(parser.epilog or "")
+        parser.epilog = None if (parser.epilog or "").startswith("example") else parser.epilog
         yield from (f"{'#' * level} `{name}`", "", "```text", parser.format_help().rstrip(), "```", "")
     for verb in verbs:
         yield from _helps(verb, level + 1, seen)
-
-
-def _with_options(epilog: str) -> str:
-    """Return a verb's examples without those that show no option of its own: the usage has the same."""
-    head, *lines = epilog.splitlines() or [""]
-    if not head.startswith("example"):
-        return epilog
-    lines = [line for line in lines if " -" in line.replace(" --json", "").partition("  #")[0]]
-    return "\n".join([head, *lines]) if lines else ""
 
 
 def _verbs(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
