@@ -1,7 +1,7 @@
-"""The peers of a sandbox, each with its defaults, behind one small form: start, one command, stop.
+"""Other container tools, each with its defaults, behind one small interface: start, run a command, stop.
 
-``apptainer exec`` has no container that stays: its start is nothing and every command starts one. All take the same
-SIF; a peer that keeps unpacked copies makes its own.
+``apptainer exec`` keeps no container, so its start costs nothing and every command starts one. All tools get the same
+SIF. A tool that keeps unpacked copies makes its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Box(Protocol):
 
 
 class PeerKind(Protocol):
-    """A peer: ``close`` when all its boxes are stopped."""
+    """A tool. ``close`` it after all its boxes have stopped."""
 
     name: str
     version: str
@@ -168,10 +168,10 @@ KINDS: tuple[Callable[[str, str, Path], PeerKind], ...] = (ApptainerExec, Apptai
 async def _working(
     apptainer: str, image: str, scratch: Path, note: Callable[[str], None], unpacked: str | None = None
 ) -> list[PeerKind]:
-    """Those that are installed and run one command here; ``note`` names the others and why not.
+    """Returns the installed peers that can run a command here. ``note`` reports why others are left out.
 
     Args:
-        unpacked: the same image as a directory, for Apptainer itself where users cannot mount a SIF.
+    unpacked: the same image as a directory, for Apptainer on nodes where users cannot mount a SIF.
     """
     found = []
     for kind in KINDS:
@@ -187,7 +187,7 @@ async def _working(
                     await box.stop()
             except ImportError:
                 note(f"{name}: not installed, left out (pip install 'megaflow-hpc[bench]')")
-            except Exception as error:  # a peer may fail in any way; the others are measured all the same
+            except Exception as error:  # a peer may fail in any way; measure the others
                 note(f"{name}: {source} does not run here ({str(error).strip()[-300:]})")
             else:
                 if source != image:
@@ -198,7 +198,7 @@ async def _working(
 
 
 async def _peers(provider: ApptainerProvider, image: str, note: Callable[[str], None]) -> AsyncIterator[PeerKind]:
-    """Every peer that works here, on the benchmark's image; each is closed before the next."""
+    """Yields every peer that works here on the benchmark's image. Closes each before the next."""
     unpacked = await provider.stage(image)
     for peer in await _working(provider.apptainer, image, Path(provider.scratch), note, unpacked):
         note(f"{peer.name} {peer.version}")
@@ -217,7 +217,7 @@ async def _milliseconds(work: Callable[[], Awaitable[object]]) -> float:
 async def beside_commands(
     figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of ``tests.bench.exec`` with peers: latency of ``count`` commands, and their rate at once."""
+    """Adds peers to the figures of ``tests.bench.exec``: latency of ``count`` commands, and their rate at once."""
     figures = list(figures)
     async for peer in _peers(provider, image, note):
         box = await peer.start()
@@ -236,7 +236,7 @@ async def beside_commands(
 async def beside_starts(
     figures: list[Figure], provider: ApptainerProvider, image: str, count: int, note: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of ``tests.bench.sandbox`` with peers: ``count`` starts, one after the other and at once."""
+    """Adds peers to the figures of ``tests.bench.sandbox``: ``count`` starts, one by one and at once."""
 
     async def start(peer: PeerKind) -> Box:
         box = await peer.start()

@@ -1,8 +1,8 @@
-"""Measures sandbox starts in each way a node may offer, and the cost of holding sandboxes to their limits.
+"""Measures sandbox starts in each way that a node may offer, and the cost of enforcing limits.
 
 Sandboxes start over an overlay, over an overlay in memory, and as copies of their image, as on nodes without overlays.
-The watchdog is measured by its thread's CPU time next to 32 sandboxes, idle and at work. A memory hog is measured by
-what it held when it was ended.
+The watchdog is measured by its thread's CPU time next to 32 sandboxes, idle and busy. A memory hog is measured by the
+memory that it held when it was ended.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def _watchdog(image: str, scratch: Path, count: int, watch_s: float) -> li
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     async def work(provider: ApptainerProvider, busy: bool) -> float:
-        """Share of one core that the watchdog takes, in per cent."""
+        """Returns the share of one core that the watchdog takes, in percent."""
         spec = SandboxSpec(image, memory_mb=2000, disk_mb=2000, cpu_s=10_000, wall_s=10_000)
         sandboxes = [await provider.start(spec) for _ in range(count)]
         running = []
@@ -143,7 +143,7 @@ async def _watchdog(image: str, scratch: Path, count: int, watch_s: float) -> li
 
 
 async def _hog(image: str, scratch: Path, times: int, limit_mb: int = 300) -> list[Figure]:
-    """How far a process that allocates as fast as it can gets past its limit before it is ended."""
+    """Measures how far a process that allocates as fast as possible exceeds its limit before it is ended."""
     from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 
     over = []

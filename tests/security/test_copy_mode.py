@@ -1,4 +1,4 @@
-"""Where there is no overlay, each sandbox writes to a copy of its image: the same attacks on both kinds of layer."""
+"""The same attacks on both kinds of writable layer: overlays, and copies of the image."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def image(busybox_rootfs: str, tmp_path: Path) -> Iterator[Path]:
-    """An image of the test's own, to be made hostile."""
+    """Yields an image that the test may make hostile."""
     path = tmp_path / "image"
     shutil.copytree(busybox_rootfs, path, symlinks=True)
     yield path
@@ -44,7 +44,7 @@ def image(busybox_rootfs: str, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """What is the host's, and no sandbox's business."""
+    """A directory of the host that no sandbox may change."""
     path = tmp_path / "outside"
     (path / "below").mkdir(parents=True)
     (path / "secret").write_text("the host's\n")
@@ -52,7 +52,7 @@ def outside(tmp_path: Path) -> Path:
 
 
 def content(root: Path) -> dict[str, tuple[str, str]]:
-    """Modes and contents of all that is below ``root``."""
+    """Returns modes and contents of all files below ``root``."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
@@ -92,12 +92,12 @@ def test_links_in_an_image_lead_no_further_than_the_image(
         await sandbox.restart(change=lambda paths: None)
         return said + (await sandbox.exec(script)).stdout
 
-    with suppress(SandboxError):  # such an image need not start
+    with suppress(SandboxError):  # such an image may fail to start
         assert "host" not in in_sandbox(image, scratch, use, workdir="/app", binds=(f"{image}/etc/passwd:/opt/file",))
     assert content(outside) == before
 
 
-def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_its_blocks(
+async def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_its_blocks(
     image: Path, outside: Path, scratch: Path, mode: str
 ) -> None:
     os.link(outside / "secret", image / "opt" / "linked")
@@ -113,18 +113,14 @@ def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_it
     mv /etc/profile /etc/gone; truncate -s 0 /opt/mine
     cat /opt/linked
     """
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            first = await provider.start(SandboxSpec(str(image)))
-            second = await provider.start(SandboxSpec(str(image)))
-            said = [(await first.exec(spoil)).stdout, (await second.exec("cat /opt/linked; ls /etc /opt")).stdout]
-            await first.stop()
-            third = await provider.start(SandboxSpec(str(image)))
-            said.append((await third.exec("cat /opt/linked; ls /etc /opt")).stdout)
-            return said
-
-    spoilt, beside, after = asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        first = await provider.start(SandboxSpec(str(image)))
+        second = await provider.start(SandboxSpec(str(image)))
+        said = [(await first.exec(spoil)).stdout, (await second.exec("cat /opt/linked; ls /etc /opt")).stdout]
+        await first.stop()
+        third = await provider.start(SandboxSpec(str(image)))
+        said.append((await third.exec("cat /opt/linked; ls /etc /opt")).stdout)
+        spoilt, beside, after = said
     assert spoilt == "the host's\nspoilt\n"
     assert beside == after
     assert "spoilt" not in beside
@@ -132,20 +128,17 @@ def test_nothing_a_sandbox_does_to_its_files_reaches_the_image_or_what_shares_it
     assert (content(image), content(outside)) == before
 
 
-def test_an_image_that_cannot_be_copied_is_refused_in_a_line_and_leaves_nothing(
+async def test_an_image_that_cannot_be_copied_is_refused_in_a_line_and_leaves_nothing(
     image: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``cp`` goes as deep as a path is long."""
+    """``cp`` fails on paths that are longer than the kernel allows."""
     nest(image / "opt" / "deep", DEEP, "dir")
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            with pytest.raises(SandboxError, match=r"image: cannot be copied for a sandbox at .*: cp: "):
-                await provider.start(SandboxSpec(str(image)))
-            return os.listdir(provider._own)
-
-    assert asyncio.run(main()) == []
+    async with ApptainerProvider(scratch) as provider:
+        with pytest.raises(SandboxError, match=r"image: cannot be copied for a sandbox at .*: cp: "):
+            await provider.start(SandboxSpec(str(image)))
+        result = os.listdir(provider._own)
+    assert result == []
 
 
 # --- what an agent makes --------------------------------------------------------------------------------------------
@@ -171,7 +164,7 @@ def test_devices_and_setuid_bits_give_nothing(image: Path, scratch: Path, mode: 
 
 def test_what_the_runner_shares_with_its_sandboxes_cannot_be_written(image: Path, scratch: Path, mode: str) -> None:
     async def use(sandbox: ApptainerSandbox) -> tuple[str, list[str]]:
-        await sandbox.listen()  # the helper's Python, which all sandboxes of a node share, is there where it is needed
+        await sandbox.listen()  # also links the helper's Python, which all sandboxes of a node share
         script = f"""
         find {CONTROL_DIR} -type f | while read f; do
             (echo x >> $f) 2>/dev/null && echo wrote $f; rm -f $f && echo removed $f
@@ -236,7 +229,7 @@ def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
         await sandbox.restart(change=lambda paths: None)
         said.append((await sandbox.exec("cat /kept", timeout_s=30)).stdout)
         await sandbox.exec(does, timeout_s=60)
-        if does == DEEPLY:  # a rollout that is suspended starts anew then
+        if does == DEEPLY:  # a suspended rollout starts again then
             with pytest.raises(SandboxError, match="cannot be copied"):
                 await sandbox.snapshot(tmp_path / "kept")
             said += ["kept\n"] * 2
@@ -247,7 +240,7 @@ def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
         return said
 
     async def from_snapshot(kept: Snapshot) -> list[str]:
-        """In a sandbox of each kind: rollouts are suspended on one node and go on on another."""
+        """Continues in a sandbox of each kind, because rollouts may continue on another node."""
         said = []
         for writes in MODES:
             os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "overlay" if writes == "copy" else ""
@@ -267,7 +260,7 @@ def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
 
 
 def test_a_copy_is_taken_apart_without_namespaces_whatever_modes_its_directories_have(tmp_path: Path) -> None:
-    """Where only a setuid Apptainer starts containers, all this runs as the user alone."""
+    """With only a setuid Apptainer, the user runs all of this without a namespace."""
     image, layer = tmp_path / "image", tmp_path / "layer"
     (image / "etc" / "deep").mkdir(parents=True)
     (image / "etc" / "deep" / "file").write_text("as it was")
@@ -300,7 +293,7 @@ def test_an_agents_own_marks_of_deletion_delete_nothing(tmp_path: Path) -> None:
     root = layer / "root"
     for name in (".wh...", ".wh..", ".wh.", OPAQUE_MARK, ".wh.bin", "etc/.wh.one", "etc/.wh..wh..opq"):
         (root / name).touch()
-    with suppress(OSError):  # not every file system has them
+    with suppress(OSError):  # some file systems lack them
         os.setxattr(root, "user.overlay.opaque", b"y")
         os.setxattr(root / "bin", "user.fuseoverlayfs.opaque", b"y")
     (root / "etc" / "two").unlink()

@@ -1,4 +1,4 @@
-"""Thousands of directories in one another: no part of the host's work on a sandbox's files ends on them."""
+"""Thousands of nested directories do not break the host's work on a sandbox's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEST = (
 
 
 def gone() -> str:
-    """Name of an owner's directory whose process has ended."""
+    """Returns the directory name of an owner whose process has ended."""
     with subprocess.Popen(["sleep", "60"]) as process:
         identity = Identity.of(process.pid)
         process.kill()
@@ -100,7 +100,7 @@ print(counts["owners"], counts["left"], *left)
 
 
 def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path) -> None:
-    """A mount stands in the way, as nobody can remove it."""
+    """A mount point cannot be removed."""
     if not unshare():
         pytest.skip("no user namespaces, in which an ordinary user may mount")
     scratch = tmp_path / "scratch"

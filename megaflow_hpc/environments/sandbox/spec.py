@@ -15,14 +15,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """One sandbox. Sizes are in MB (10^6 bytes). ``None`` is unlimited; for ``workdir`` and ``user``, the image's."""
+    """One sandbox. Sizes are in MB (10^6 bytes). ``None`` means unlimited."""
 
     image: str
     """A SIF file, or a directory that holds an unpacked image."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the image's environment. No variable of the host gets in."""
     workdir: str | None = None
-    """Directory in which commands start. It is made if it is missing. Default: ``/``."""
+    """Directory in which commands start. It is created if it is missing. Default: ``/``."""
     user: str | None = None
     """``None``, ``root`` and ``0`` mean uid 0 of a user namespace; any other name means an ordinary uid."""
     binds: tuple[str, ...] = ()
@@ -37,9 +37,10 @@ class SandboxSpec:
     wall_s: float | None = None
     """Wall-clock limit in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
-    """True lets commands make user namespaces (bubblewrap, containers). No limit sees memory file systems there."""
+    """True lets commands create user namespaces (bubblewrap, containers). No limit counts memory file systems
+    there."""
     fakeroot: bool = False
-    """True lets the host's ``fakeroot`` program pretend other uids, for builds that only have uid 0."""
+    """True lets the host's ``fakeroot`` program simulate other uids, for builds that only have uid 0."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` if no container can start with these values."""
@@ -61,4 +62,4 @@ def check_variables(env: Mapping[str, str]) -> None:
         if not _VARIABLE.fullmatch(name):
             raise ConfigError(f"environment variable {name!r} of a sandbox: expected letters, digits and _")
         if "\0" in value:
-            raise ConfigError(f"environment variable {name} of a sandbox: its value holds a zero byte")
+            raise ConfigError(f"environment variable {name} of a sandbox: its value has a zero byte")

@@ -1,4 +1,4 @@
-"""What a sandbox must not see, reach, or leave behind."""
+"""A sandbox must not see, reach or leave behind anything of the host."""
 
 from __future__ import annotations
 
@@ -20,30 +20,23 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.janitor import sweep
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
 from tests.support.layers import unpacked
-from tests.support.sandboxes import clone_at_once
-from tests.support.trees import nest
+from tests.support.sandboxes import Start
 from tests.support.waiting import until_async
 
 InSandbox = Callable[..., Any]
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).sendall(b'x')"
 
 
-@pytest.fixture(autouse=True, params=["apptainer", "clone"])
-def _start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes are containers that Apptainer has started, or clones of one."""
-    if request.param == "clone":
-        clone_at_once(monkeypatch)
-    else:
-        monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
+pytestmark = pytest.mark.usefixtures("started_by")
 
 
-def test_neither_home_nor_host_environment_is_inside(
-    in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_neither_home_nor_host_environment_is_inside(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
@@ -62,16 +55,13 @@ def test_neither_home_nor_host_environment_is_inside(
     )
     for name in ("LEAK_C", "OPENAI_API_KEY", "LD_PRELOAD_NOT", *names):
         monkeypatch.setenv(name, "leaked")
-
-    async def use(sandbox: ApptainerSandbox) -> tuple[str, str]:
-        # PID 1's environment as well: a command can read it.
-        env = await sandbox.exec("env; echo; echo COMMAND; tr '\\0' '\\n' < /proc/1/environ")
-        files = await sandbox.exec(
-            ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
-        )
-        return env.stdout, files.stdout
-
-    env, files = in_sandbox(use)
+    sandbox = await start()
+    # PID 1's environment as well: a command can read it.
+    env = await sandbox.exec("env; echo; echo COMMAND; tr '\\0' '\\n' < /proc/1/environ")
+    files = await sandbox.exec(
+        ["ls", "-d", "/mnt/secret", str(tmp_path), str(Path.home() / ".bashrc"), str(Path.cwd())]
+    )
+    env, files = env.stdout, files.stdout
     assert "leaked" not in env
     assert str(Path.home()) not in env
     assert files == ""
@@ -90,14 +80,14 @@ ENVIRONMENTS = "cat /proc/[0-9]*/environ | tr '\\0' '\\n'"
 def test_no_path_of_the_host_stands_in_an_environment_or_the_mount_table_but_a_binds(
     rootfs: str, scratch: Path, tmp_path: Path, user: str | None, layers: bool
 ) -> None:
-    """Of a bind the kernel itself shows where it lies on its file system, and nobody can keep it from that."""
+    """The kernel itself shows the source of a bind on its file system, and this cannot be hidden."""
     above = unpacked([{"app/": "", "app/one": "1"}, {"app/": "", "app/two": "2"}], tmp_path / "layers")
-    access = Access(rootfs, lambda: None, layers=above) if layers else None
+    held = Rootfs(rootfs, lambda: None, layers=above) if layers else None
 
     async def main() -> list[str]:
         async with ApptainerProvider(scratch) as provider:
             spec = SandboxSpec(rootfs, user=user, env={"OURS": "1"}, workdir="/app")
-            async with await provider.start(spec, access=access) as sandbox:
+            async with await provider.start(spec, rootfs=held) as sandbox:
                 said = [(await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout]
                 await sandbox.kill_processes()
                 return [*said, (await sandbox.exec(f"{TABLES}; ls /app; {ENVIRONMENTS}")).stdout]
@@ -129,9 +119,9 @@ def test_commands_inherit_three_descriptors(in_sandbox: InSandbox) -> None:
 
 @pytest.mark.usefixtures("runner")
 def test_every_process_of_a_sandbox_holds_nothing_of_the_host_but_its_pipes(rootfs: str, scratch: Path) -> None:
-    """Seen from the host: files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
+    """Checks from the host the files, sockets and terminals that a process could reach by ``/proc/PID/fd``."""
 
-    # Console and tty are the terminal that the runner's standard error is, and nothing but.
+    # Console and tty are only the runner's standard error.
     allowed = ("pipe", "/dev/null", "/dev/pts/", "/.megaflow/", "/dev/console", "/dev/tty")
 
     def held(init: int) -> set[str]:
@@ -201,31 +191,29 @@ def test_tmp_processes_and_ipc_are_private_and_rights_cannot_grow(in_sandbox: In
     assert written != "0"
 
 
-def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(rootfs: str, scratch: Path) -> None:
-    async def main() -> list[int]:
-        async with ApptainerProvider(scratch) as provider:
-            first, second = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(2)))
-            await first.exec("echo x > /etc/mine; rm -rf /usr/bin/git")
-            return [(await s.exec("test -e /etc/mine || test ! -e /usr/bin/git")).exit_code for s in (first, second)]
-
-    assert asyncio.run(main()) == [0, 1]
+async def test_writes_of_one_sandbox_reach_neither_the_image_nor_another(rootfs: str, scratch: Path) -> None:
+    async with ApptainerProvider(scratch) as provider:
+        first, second = await asyncio.gather(*(provider.start(SandboxSpec(rootfs)) for _ in range(2)))
+        await first.exec("echo x > /etc/mine; rm -rf /usr/bin/git")
+        result = [(await s.exec("test -e /etc/mine || test ! -e /usr/bin/git")).exit_code for s in (first, second)]
+    assert result == [0, 1]
     assert not Path(rootfs, "etc", "mine").exists()
 
 
-def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> tuple[bytes, int, int]:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            received.set_result(await reader.readexactly(1))
-            writer.close()
+async def test_a_gateway_sandbox_reaches_exactly_what_is_served_on_its_listener(start: Start) -> None:
+    sandbox = await start(network="gateway")
 
-        received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(serve, sock=await sandbox.listen(8123))
-        async with server:
-            good = await sandbox.exec(["python3", "-c", CONNECT, "8123"])
-            other = await sandbox.exec(["python3", "-c", CONNECT, "8124"])
-            return await received, good.exit_code, other.exit_code
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.set_result(await reader.readexactly(1))
+        writer.close()
 
-    assert in_sandbox(use, network="gateway") == (b"x", 0, 1)
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(serve, sock=await sandbox.listen(8123))
+    async with server:
+        good = await sandbox.exec(["python3", "-c", CONNECT, "8123"])
+        other = await sandbox.exec(["python3", "-c", CONNECT, "8124"])
+        result = await received, good.exit_code, other.exit_code
+    assert result == (b"x", 0, 1)
 
 
 def test_an_unprivileged_user_is_not_uid_0(in_sandbox: InSandbox) -> None:
@@ -300,28 +288,6 @@ def test_the_janitor_ends_processes_that_outlived_their_owner(tmp_path: Path) ->
     (other / "owner").write_text(f"{os.getpid()}-1\n")  # our pid, another start time: must live
     assert sweep(tmp_path)["processes"] == 1
     assert left.wait(10) == -signal.SIGKILL
-
-
-def test_directories_deeper_than_a_path_is_long_go_with_their_sandbox(rootfs: str, scratch: Path) -> None:
-    deep = ["python3", "-c", "import os\nfor _ in range(1500): os.mkdir('dir'); os.chdir('dir')"]
-
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            sandbox = await provider.start(SandboxSpec(rootfs))
-            assert (await sandbox.exec(deep, cwd="/var")).exit_code == 0
-            await sandbox.reset()
-            assert (await sandbox.exec(deep, cwd="/var")).exit_code == 0
-            await sandbox.stop()
-            return [name for name in os.listdir(Path(sandbox.directory).parent) if name.startswith("s")]
-
-    assert asyncio.run(main()) == []
-
-
-def test_the_janitor_removes_directories_deeper_than_a_path_is_long(tmp_path: Path) -> None:
-    (tmp_path / "owners" / "1-1").mkdir(parents=True)
-    nest(tmp_path / "owners" / "1-1" / "s1", 1500, "dir")
-    assert sweep(tmp_path)["left"] == 0
-    assert list((tmp_path / "owners").iterdir()) == []
 
 
 def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, Sandb
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.rootfs import overlay
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.rootfs.upperdir import restore
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths
 from megaflow_hpc.host.files import remove_tree
@@ -30,20 +30,18 @@ SEEN = "one\n2\n/app:\none\ntwo\n\n/new:\nabove\n3\n"
 
 
 @pytest.mark.parametrize("count", [0, 147])
-def test_a_sandbox_sees_what_the_topmost_layers_say(rootfs: str, scratch: Path, tmp_path: Path, count: int) -> None:
+async def test_a_sandbox_sees_what_the_topmost_layers_say(
+    rootfs: str, scratch: Path, tmp_path: Path, count: int
+) -> None:
     more: list[Entries] = [{f"more/{number}": "", f"app/{number}/deep/": ""} for number in range(count)]
     layers = unpacked([CHAIN[0], *more, *CHAIN[1:]], tmp_path / "layers")
-
-    async def main() -> None:
-        async with ApptainerProvider(scratch) as provider:
-            access = Access(rootfs, lambda: None, layers=layers)
-            async with await provider.start(SandboxSpec(rootfs), access=access) as sandbox:
-                seen = await sandbox.exec(LOOK if not count else "cat /app/one /link; ls /new; ls /more | wc -l")
-                assert seen.stdout == (SEEN if not count else f"one\n2\nabove\n{count}\n"), seen.stderr
-                changed = await sandbox.exec("rm -rf /app && mkdir /app && ls -A /app && rm /link && test ! -e /link")
-                assert (changed.exit_code, changed.stdout) == (0, ""), changed.stderr
-
-    asyncio.run(main())
+    async with ApptainerProvider(scratch) as provider:
+        held = Rootfs(rootfs, lambda: None, layers=layers)
+        async with await provider.start(SandboxSpec(rootfs), rootfs=held) as sandbox:
+            seen = await sandbox.exec(LOOK if not count else "cat /app/one /link; ls /new; ls /more | wc -l")
+            assert seen.stdout == (SEEN if not count else f"one\n2\nabove\n{count}\n"), seen.stderr
+            changed = await sandbox.exec("rm -rf /app && mkdir /app && ls -A /app && rm /link && test ! -e /link")
+            assert (changed.exit_code, changed.stdout) == (0, ""), changed.stderr
     remove_tree(tmp_path / "layers")
 
 
@@ -163,24 +161,20 @@ def test_programs_of_every_layer_are_the_images_again_after_a_hostile_agent(
     assert within(add_image(store, rootfs, layers), scratch, use) == "gawk of a layer\ngrep of a layer\nb\n"
 
 
-def test_a_snapshot_and_a_reset_sandbox_have_the_layers(
+async def test_a_snapshot_and_a_reset_sandbox_have_the_layers(
     rootfs: str, scratch: Path, store: ImageStore, tmp_path: Path
 ) -> None:
     image = add_image(store, rootfs, CHAIN, SETTINGS)
-
-    async def main() -> None:
-        spec = SandboxSpec(image)
-        async with ApptainerProvider(scratch) as provider:
-            async with await provider.start(spec) as first:
-                await first.exec("rm /app/one; echo mine > /app/mine")
-                kept = await first.snapshot(tmp_path / "kept")
-                await first.reset()
-                assert (await first.exec(LOOK)).stdout == SEEN
-            async with await provider.start(spec, kept) as second:
-                assert (await second.exec("ls /app; cat /link")).stdout == "mine\ntwo\n2\n"
-                await second.end_processes()
-                assert await second.read("/app/mine") == b"mine\n"
-                assert await second.read("/app/one") is None
-                assert await second.read("/app/two") == b"2\n"
-
-    asyncio.run(main())
+    spec = SandboxSpec(image)
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(spec) as first:
+            await first.exec("rm /app/one; echo mine > /app/mine")
+            kept = await first.snapshot(tmp_path / "kept")
+            await first.reset()
+            assert (await first.exec(LOOK)).stdout == SEEN
+        async with await provider.start(spec, kept) as second:
+            assert (await second.exec("ls /app; cat /link")).stdout == "mine\ntwo\n2\n"
+            await second.end_processes()
+            assert await second.read("/app/mine") == b"mine\n"
+            assert await second.read("/app/one") is None
+            assert await second.read("/app/two") == b"2\n"

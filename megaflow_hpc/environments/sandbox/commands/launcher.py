@@ -1,8 +1,8 @@
-"""The thread that starts containers: what it starts has none of the host's keys, and not all of the kernel's calls.
+"""The thread that starts containers. Processes that it starts have no keys of the host and a filter of system calls.
 
-A filter of system calls and a session keyring belong to a thread and are inherited by what it starts. So a thread of
-its own takes the one and gives up the other, once, before Apptainer runs: a start costs nothing more, and the rest of
-the process keeps its keys (tokens of AFS and Kerberos are such). Apptainer's own ``--security seccomp:`` needs
+A filter and a session keyring belong to a thread and are inherited by the processes that it starts. So a separate
+thread installs the filter and gives up its keyring, once, before Apptainer runs. A start costs nothing more, and the
+rest of the process keeps its keys (such as tokens of AFS and Kerberos). Apptainer's own ``--security seccomp:`` needs
 libseccomp and kills programs of 32 bits.
 """
 
@@ -27,8 +27,9 @@ _AF_VSOCK = 40
 _X32 = 0x40000000
 _EPERM, _EAFNOSUPPORT = 1, 97
 
-# Keys are the user's, not a namespace's: other sandboxes and the host would share them. A ring of io_uring holds files
-# and memory that no descriptor shows. The others are kernel code that few programs need; Docker refuses them as well.
+# Keys belong to the user and not to a namespace, so other sandboxes and the host would share them. A ring of io_uring
+# holds files and memory that no descriptor shows. The other calls reach kernel code that few programs need; Docker
+# refuses them too.
 REFUSED = (
     "add_key",
     "request_key",
@@ -40,7 +41,7 @@ REFUSED = (
     "perf_event_open",
     "userfaultfd",
 )
-"""System calls that answer EPERM; ``socket`` of AF_VSOCK, whose addresses are the machine's, is the one more."""
+"""System calls that fail with EPERM. ``socket`` of AF_VSOCK fails too, because its addresses belong to the machine."""
 
 CALLS: dict[str, dict[int, tuple[int, ...]]] = {
     "x86_64": {
@@ -52,7 +53,7 @@ CALLS: dict[str, dict[int, tuple[int, ...]]] = {
         0x40000028: (309, 310, 311, 425, 426, 427, 386, 364, 388, 281),
     },
 }
-"""Machine → architecture of a call, as linux/audit.h names it → numbers of :data:`REFUSED` and of ``socket``."""
+"""Machine → architecture of a call (linux/audit.h) → numbers of :data:`REFUSED` and of ``socket``."""
 _SYSCALLS = {"x86_64": {"seccomp": 317, "keyctl": 250}, "aarch64": {"seccomp": 277, "keyctl": 219}}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,28 +62,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Launcher:
     """A daemon thread without keys that runs functions one after the other.
 
-    What it starts with a parent-death signal ends with the process, as the thread does.
+    Processes that it starts with a parent-death signal end with this process, as the thread does.
 
     Args:
-        filtered: what is started gets the filter too, and gains no rights by any program's setuid bit.
+        filtered: they get the filter too, and gain no rights from setuid bits.
     """
 
     def __init__(self, filtered: bool) -> None:
         self._filtered = filtered
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self.refuses = False
-        """Whether the filter holds: not where a machine's calls are not known here, or the kernel takes no filter."""
+        self._holds_filter = False
         threading.Thread(target=self._run, name="sandbox launcher", daemon=True).start()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Returns what ``function`` returned in the launcher's thread, or raises what it raised."""
+        """Calls ``function`` in the launcher's thread. Returns its result or raises its exception."""
         done: Future[Result] = Future()
         self._work.put((function, done))
         return done.result()
 
+    def holds_filter(self) -> bool:
+        """Returns whether the filter is installed. ``False`` for unknown machines and kernels without filters."""
+        return self.call(lambda: self._holds_filter)
+
     def _run(self) -> None:
         _leave_keys()
-        self.refuses = self._filtered and _install(program(os.uname().machine))
+        self._holds_filter = self._filtered and _install(program(os.uname().machine))
         while True:
             function, done = self._work.get()
             try:
@@ -92,7 +96,7 @@ class Launcher:
 
 
 def launcher(filtered: bool) -> Launcher:
-    """Returns this process's launcher of one kind; it is started when it is first needed."""
+    """Returns this process's launcher of one kind; starts it at the first call."""
     return _launcher(filtered, os.getpid())
 
 
@@ -102,14 +106,14 @@ def _launcher(filtered: bool, pid: int) -> Launcher:
 
 
 def _leave_keys() -> None:
-    """Takes a new session keyring and revokes it: nothing is found in it, and nothing can be put there for others."""
+    """Joins a new session keyring and revokes it, so that processes can neither find nor store keys in it."""
     number = _SYSCALLS.get(os.uname().machine, {}).get("keyctl")
     if number is not None and _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) > 0:
         _libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING)
 
 
 def program(machine: str) -> bytes:
-    """Returns the filter as classic BPF (linux/filter.h); empty where a machine's calls are not known."""
+    """Returns the filter as classic BPF (linux/filter.h); empty for a machine with unknown calls."""
     load, equal, mask, answer = 0x20, 0x15, 0x54, 0x06
     refuse, allow = 0x00050000, 0x7FFF0000
 
@@ -121,8 +125,8 @@ def program(machine: str) -> bytes:
         *refused, socket = numbers
         block = [step(load, 0)]
         if architecture == 0xC000003E:
-            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # the same numbers, for programs of x32
-        block += [step(equal, number, len(refused) - place + 3) for place, number in enumerate(refused)]
+            block.append(step(mask, 0xFFFFFFFF ^ _X32))  # programs of x32 use the same numbers
+        block += [step(equal, number, len(refused) - index + 3) for index, number in enumerate(refused)]
         block += [
             step(equal, socket, 0, 2),
             step(load, 16),
@@ -136,7 +140,7 @@ def program(machine: str) -> bytes:
 
 
 def _install(steps: bytes) -> bool:
-    """Filters the calls of this thread and of all that it starts; ``False`` if the kernel does not."""
+    """Filters the calls of this thread and of the processes that it starts. Returns ``False`` if the kernel refuses."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
@@ -147,7 +151,7 @@ def _install(steps: bytes) -> bool:
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return False
     wanted = Program(len(steps) // 8, steps)
-    for flags in (_SPEC_ALLOW, 0):  # without it older kernels slow down all that is filtered
+    for flags in (_SPEC_ALLOW, 0):  # without the flag, older kernels slow down filtered processes
         if _libc.syscall(number, _SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(wanted)) == 0:
             return True
     return False

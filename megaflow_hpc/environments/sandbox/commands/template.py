@@ -19,19 +19,23 @@ from megaflow_hpc.host.child import dies_with_parent
 from megaflow_hpc.host.process import Identity
 
 APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
-"""Saves time in threads and garbage collection, which Apptainer does not need in its 50 ms."""
+"""Turns off threads and garbage collection, which Apptainer does not need in its 50 ms."""
 
-_AT_ONCE = 32
-"""Maximum requests under way; more wait, so that the socket never fills."""
+_MAX_PENDING_REQUESTS = 32
+"""More requests wait, so that the socket never fills."""
 
 MAX_REQUEST_BYTES = 65536
 """Maximum bytes of a request; ``cloner.py`` reads as many."""
 
 END_S = 10.0
+"""Seconds that the template gets to end."""
 
 
 class Clone:
-    """The first process of a cloned sandbox, with the interface of :class:`subprocess.Popen`. It is not our child."""
+    """The first process of a cloned sandbox, with the interface of :class:`subprocess.Popen`.
+
+    It is a child of the template and not of this process.
+    """
 
     def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
@@ -67,9 +71,9 @@ class Template:
     def __init__(self, log: str) -> None:
         self._log = log
         self._number = 0
-        self._timeout_s = END_S
-        self._slots = asyncio.Semaphore(_AT_ONCE)
-        self._asked: dict[int, asyncio.Future[int]] = {}
+        self._answer_timeout_s = END_S
+        self._slots = asyncio.Semaphore(_MAX_PENDING_REQUESTS)
+        self._pending: dict[int, asyncio.Future[int]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -107,7 +111,7 @@ class Template:
                 )
             )
         self._socket = ours
-        self._timeout_s = timeout_s
+        self._answer_timeout_s = timeout_s
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         if identity := Identity.of(self._process.pid):
@@ -134,17 +138,16 @@ class Template:
         elif data == b"ready":
             self._ready.set_result(None)
         else:
-            number, _, said = data.partition(b"\0")
-            asked = self._asked.pop(int(number), None)
-            if (
-                asked is None or asked.done()
-            ):  # its caller was cancelled and has closed the pipe that the clone waits for
+            number, _, reason = data.partition(b"\0")
+            answer = self._pending.pop(int(number), None)
+            if answer is None or answer.done():
+                # The caller was cancelled. It has closed the pipe that the clone waits for, so the clone ends.
                 for descriptor in descriptors:
                     os.close(descriptor)
             elif descriptors:
-                asked.set_result(descriptors[0])
+                answer.set_result(descriptors[0])
             else:
-                asked.set_exception(SandboxError(f"it cannot be cloned: {said.decode(errors='replace')}"))
+                answer.set_exception(SandboxError(f"it cannot be cloned: {reason.decode(errors='replace')}"))
 
     def _end(self) -> None:
         if self._socket is None:
@@ -153,12 +156,12 @@ class Template:
         self._socket.close()
         self._socket = None
         error = SandboxError(f"its template has ended: {self._last_words()}")
-        waiting: list[asyncio.Future[Any]] = [self._ready, *self._asked.values()]
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._pending.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
                 future.exception()
-        self._asked.clear()
+        self._pending.clear()
 
     async def clone(self, fields: Sequence[str], errors: int, on_started: Callable[[Identity], None]) -> Clone:
         """Starts a sandbox.
@@ -166,49 +169,49 @@ class Template:
         Args:
             fields: fields of the request after its number.
             errors: standard error of the sandbox.
-            on_started: called with the first process before that does anything, so limits set then hold for all.
+            on_started: called with the first process before it does anything, so limits set then hold for all.
 
         Raises:
             SandboxError: the template has ended or does not answer, or a field holds a zero byte.
         """
         if any("\0" in field for field in fields):  # a zero byte separates fields
             raise SandboxError("a request whose field holds a zero byte")
-        asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        pipes = [os.pipe() for _ in range(3)]
-        (stdin, our_stdin), (our_stdout, stdout), (go, our_go) = pipes
-        kept = {our_stdin, our_stdout, our_go}
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        stdin, our_stdin = os.pipe()
+        our_stdout, stdout = os.pipe()
+        go, our_go = os.pipe()
+        to_close = {stdin, stdout, go, our_go, our_stdin, our_stdout}
         pidfd = -1
         try:
             async with self._slots:
                 if self._socket is None:
                     raise SandboxError(f"its template has ended: {self._last_words()}")
                 self._number += 1
-                self._asked[self._number] = asked
+                self._pending[self._number] = answer
                 message = os.fsencode("\0".join((str(self._number), *fields)))
                 if len(message) > MAX_REQUEST_BYTES:
                     raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
                 try:
-                    pidfd = await asyncio.wait_for(
-                        self._ask(message, [stdin, stdout, errors, go], asked), self._timeout_s
-                    )
+                    sending = self._send(message, [stdin, stdout, errors, go], answer)
+                    pidfd = await asyncio.wait_for(sending, self._answer_timeout_s)
                 except TimeoutError:
-                    raise SandboxError(f"its template did not answer within {self._timeout_s:g} s") from None
+                    raise SandboxError(f"its template did not answer within {self._answer_timeout_s:g} s") from None
             with open(f"/proc/self/fdinfo/{pidfd}") as file:
                 pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
             if identity := Identity.of(pid):
                 on_started(identity)
             os.write(our_go, b"x")
-            kept = {our_go}
+            to_close -= {our_stdin, our_stdout}
         except BaseException:
             if pidfd >= 0:
                 os.close(pidfd)
             raise
         finally:
-            for descriptor in {stdin, stdout, go} | kept:
+            for descriptor in to_close:
                 os.close(descriptor)
         return Clone(pidfd, pid, our_stdin, our_stdout)
 
-    async def _ask(self, message: bytes, descriptors: Sequence[int], asked: asyncio.Future[int]) -> int:
+    async def _send(self, message: bytes, descriptors: Sequence[int], answer: asyncio.Future[int]) -> int:
         while self._socket is not None:
             try:
                 socket.send_fds(self._socket, [message], descriptors)
@@ -217,7 +220,7 @@ class Template:
                 await asyncio.sleep(0.005)
             except OSError:  # the template has ended, before its end was read
                 self._end()
-        return await asked
+        return await answer
 
     async def stop(self) -> None:
         """Ends the container and every sandbox that was cloned from it. Idempotent."""

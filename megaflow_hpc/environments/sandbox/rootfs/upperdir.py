@@ -85,10 +85,16 @@ class Sifted:
     """Dropped paths that could mislead tests: files of the image in system directories that the agent changed or
     deleted, and new programs that shadow a program of the image."""
 
+    def drop(self, path: str, *, misleads: bool) -> None:
+        """Adds a dropped path."""
+        self.dropped.append(path)
+        if misleads:
+            self.false.append(path)
+
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
     """Sorts the paths of a layer."""
-    found = Sifted()
+    sifted = Sifted()
     rules = rules.within(image)
     names: set[str] | None = None
     waiting = [""]
@@ -100,33 +106,37 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
             path = f"{here}/{name.removeprefix(DELETED)}".lstrip("/")
             if name == OPAQUE_MARK or entry in rules.kept:
                 continue
-            real, system = _is_directory(upper / entry), rules.is_system(path)
-            known = image.entry(path)
-            remade = real and system and is_opaque(str(upper / entry))
-            if rules.leads(path) and real and (known is None or known.is_directory):
+            original = image.entry(path)
+            is_directory, is_system = _is_directory(upper / entry), rules.is_system(path)
+            is_remade = is_directory and is_system and is_opaque(str(upper / entry))
+            if rules.leads(path):
+                if is_directory and (original is None or original.is_directory):
+                    waiting.append(entry)
+                    if original and is_remade:
+                        sifted.false.append(path)
+                else:
+                    sifted.drop(path, misleads=bool(original and is_system))
+            elif rules.everywhere and not is_system:
+                sifted.kept.append(entry)
+            elif original and original.is_directory and is_directory and not is_remade:
                 waiting.append(entry)
-                found.false += [path] if known and remade else []
-            elif rules.leads(path):
-                found.dropped.append(path)
-                found.false += [path] if known and system else []
-            elif rules.everywhere and not system:
-                found.kept.append(entry)
-            elif known and known.is_directory and real and not remade:
-                waiting.append(entry)
-            elif known or entry != path:
-                found.dropped.append(path)
-                found.false += [path] if known and system else []
-            elif rules.additions and not system:
-                found.kept.append(entry)
-            elif here in rules.programs and not real:
+            elif original or entry != path:
+                sifted.drop(path, misleads=bool(original and is_system))
+            elif rules.additions and not is_system:
+                sifted.kept.append(entry)
+            elif here in rules.programs and not is_directory:
                 if names is None:
-                    names = {program for place in rules.programs for program in image.names(_resolved(image, place))}
-                found.false += [path] if name in names else []
-                (found.kept if rules.additions and name not in names else found.dropped).append(path)
+                    names = _program_names(image, rules)
+                if name in names:
+                    sifted.drop(path, misleads=True)
+                elif rules.additions:
+                    sifted.kept.append(path)
+                else:
+                    sifted.dropped.append(path)
             else:
-                found.dropped.append(path)
-    found.kept = [*(path for path in rules.kept if not os.path.islink(upper / path)), *found.kept]
-    return found
+                sifted.dropped.append(path)
+    sifted.kept = [*(path for path in rules.kept if not os.path.islink(upper / path)), *sifted.kept]
+    return sifted
 
 
 def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView | None = None) -> list[str]:
@@ -200,7 +210,7 @@ def make_way(upper: Path, path: str) -> None:
 
 
 def set_aside(upper: Path, path: str, aside: Path) -> bool:
-    """Moves what the layer has at ``path`` to ``aside``, so that the image's own shows; ``False`` if it has nothing."""
+    """Moves the layer's files at ``path`` to ``aside``, so the image's files show. Returns ``False`` if it has none."""
     *parents, name = PurePosixPath(path.strip("/")).parts
     place = upper
     for part in parents:
@@ -214,7 +224,7 @@ def set_aside(upper: Path, path: str, aside: Path) -> bool:
 
 
 def replace(upper: Path, path: str, aside: Path) -> None:
-    """Undoes :func:`set_aside`: whatever the layer has at ``path`` now is gone, and what leads there is directories."""
+    """Undoes :func:`set_aside`. Replaces the layer's files at ``path``, and makes its parents real directories."""
     make_way(upper, path.strip("/"))
     place = upper / path.strip("/")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -240,6 +250,10 @@ def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | N
     return True
 
 
+def _program_names(image: LayerView, rules: KeepRules) -> set[str]:
+    return {name for directory in rules.programs for name in image.names(_resolved(image, directory))}
+
+
 def _resolved(image: LayerView, directory: str) -> str:
     try:
         return image.resolve(directory)
@@ -259,8 +273,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Removes what is there, and what marks it as deleted; whether there was either."""
-    found = [place for place in (path, path.with_name(DELETED + path.name)) if os.path.lexists(place)]
-    for place in found:
-        remove_tree(place)
-    return bool(found)
+    """Removes a path and its deletion mark. Returns whether either existed."""
+    existing = [each for each in (path, path.with_name(DELETED + path.name)) if os.path.lexists(each)]
+    for each in existing:
+        remove_tree(each)
+    return bool(existing)

@@ -1,9 +1,9 @@
-"""Gives a sandbox its image: the image's trees in the node's cache, and the way the sandbox writes over them.
+"""The image of a sandbox as a root file system: its trees in the node's cache, and how the sandbox writes over them.
 
 Every image is a list of trees, the topmost first: unpacked layers, and at the bottom an unpacked SIF or a directory.
 The kernel stacks them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a
-network file system, containers that only root's rights start), the image is laid out as one tree instead, and every
-sandbox gets a copy of it.
+network file system, containers that only root can start), the image is unpacked as one tree, and every sandbox gets a
+copy of it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,20 @@ class CommandLine:
     """The overlay that the prefix mounts; ``None`` if Apptainer mounts one or the sandbox is a copy."""
 
 
-class Access:
-    """One sandbox's hold on its image, from :meth:`ImageAccess.acquire` to :meth:`release`."""
+class Rootfs:
+    """One sandbox's hold on its image, until :meth:`release`.
+
+    Args:
+        base: the bottom tree.
+        copies: each sandbox writes to a copy of the image.
+        namespace: argv prefix that enters the sandbox's user namespace; ``None``: a namespace of uid 0 alone.
+        layers: trees over ``base``, the topmost first, each in the form of an overlay's upper directory.
+        settings: shell lines that set the image's variables. The runtime adds those that it finds in the image.
+    """
 
     def __init__(
         self,
-        rootfs: str,
+        base: str,
         release: Callable[[], None],
         *,
         copies: bool = False,
@@ -53,23 +61,18 @@ class Access:
         settings: str = "",
     ) -> None:
         if layers and copies:
-            raise ValueError("a copy is made of one tree: lay the image out first")
-        self.namespace = namespace
-        """Argv prefix that enters the sandbox's user namespace; ``None``: a namespace of uid 0 alone."""
-        self.copies = copies
-        """Each sandbox writes to a copy of the image."""
-        self.rootfs = rootfs
-        """The bottom tree."""
-        self.layers = tuple(layers)
-        """Trees over it, the topmost first, each in the form of an overlay's upper directory."""
-        self.settings = settings
-        """Shell lines that set the image's variables. The runtime adds those that it finds in the image's files."""
+            raise ValueError("a copy needs an image of one tree")
+        self.base = base
         self.release = release
+        self.copies = copies
+        self.namespace = namespace
+        self.layers = tuple(layers)
+        self.settings = settings
 
     @property
     def image(self) -> LayerView:
         """The image's files, merged from all trees."""
-        return LayerView([Tree(place) for place in (*self.layers, self.rootfs)])
+        return LayerView([Tree(path) for path in (*self.layers, self.base)])
 
     def command_line(
         self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
@@ -77,40 +80,25 @@ class Access:
         """Returns the command line that starts a container with a writable layer over the image."""
         binds = (f"{control}:{CONTROL_DIR}", *spec.binds)
         if self.copies:
-            return self._over_copy(apptainer, spec, binds, layer=layer, control=control, command=command)
+            root = os.path.join(layer, "root")
+            for name in overlay.MOUNT_POINTS:
+                if not os.path.lexists(os.path.join(root, name)):
+                    _make_bind_target(root, f"/:/{name}")
+            for bind in binds:
+                _make_bind_target(root, bind)
+            argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
+            return CommandLine(self.namespace or namespace_root(spec) or namespace_user(spec), argv)
         merged = f"{layer}.root"
-        laid = overlay.lay((*self.layers, self.rootfs), layer, merged)
-        if laid is None:
+        mounted = overlay.prepare((*self.layers, self.base), layer, merged)
+        if mounted is None:
             if self.layers:
-                raise SandboxError(
-                    f"{self.rootfs}: no overlay of layers can be mounted at {layer}; set MEGAFLOW_SCRATCH"
-                )
-            argv = exec_argv(apptainer, spec, self.rootfs, overlay=layer, control=control, command=command)
+                raise SandboxError(f"{self.base}: no overlay of layers can be mounted at {layer}; set MEGAFLOW_SCRATCH")
+            argv = exec_argv(apptainer, spec, self.base, overlay=layer, control=control, command=command)
             return CommandLine(namespace_root(spec), argv)
         for bind in binds:
             _make_bind_target(os.path.join(layer, "upper"), bind)
         argv = exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
-        return CommandLine(overlay.argv_prefix(laid, spec, self.namespace), argv, laid)
-
-    def _over_copy(
-        self,
-        apptainer: str,
-        spec: SandboxSpec,
-        binds: Sequence[str],
-        *,
-        layer: str,
-        control: str,
-        command: Sequence[str],
-    ) -> CommandLine:
-        root = os.path.join(layer, "root")
-        for name in overlay.MOUNT_POINTS:
-            if not os.path.lexists(os.path.join(root, name)):
-                _make_bind_target(root, f"/:/{name}")
-        for bind in binds:
-            _make_bind_target(root, bind)
-        argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
-        prefix = self.namespace or namespace_root(spec) or namespace_user(spec)
-        return CommandLine(prefix, argv)
+        return CommandLine(overlay.argv_prefix(mounted, spec, self.namespace), argv, mounted)
 
 
 def _make_bind_target(root: str, bind: str) -> None:
@@ -121,58 +109,58 @@ def _make_bind_target(root: str, bind: str) -> None:
     source, _, rest = bind.partition(":")
     target = rest.partition(":")[0] or source
     parts = [part for part in target.split("/") if part]
-    place = root
+    path = root
     try:
         for number, part in enumerate(parts):
-            place = os.path.join(place, part)
-            if os.path.islink(place):
+            path = os.path.join(path, part)
+            if os.path.islink(path):
                 raise SandboxError(f"{bind}: the sandbox has a symbolic link there; nothing can be bound")
             if number == len(parts) - 1 and os.path.isfile(source):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                os.close(os.open(place, flags, 0o644))
-            elif not os.path.isdir(place):
-                os.mkdir(place, 0o755)
+                os.close(os.open(path, flags, 0o644))
+            elif not os.path.isdir(path):
+                os.mkdir(path, 0o755)
     except OSError as error:
         raise SandboxError(
-            f"{bind}: no place for it can be made in the sandbox ({place}: {error.strerror}): see that scratch is not "
-            "full, and that the bind's target is a directory or a file as its source is"
+            f"{bind}: its target cannot be created in the sandbox ({path}: {error.strerror}); check that scratch is "
+            "not full, and that source and target are both files or both directories"
         ) from error
 
 
-class ImageAccess:
-    """Gives the sandboxes of one process their images.
+class RootfsFactory:
+    """Makes the root file systems of one process's sandboxes.
 
     Args:
-        images: the node's copies.
+        images: the node's cache.
         site: returns what the node can do; called if it is needed.
         scratch: the directory of writable layers.
-        kind: the kind of storage that scratch is.
+        storage: the kind of storage that scratch is.
     """
 
-    def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, kind: Kind) -> None:
+    def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, storage: Kind) -> None:
         self.images = images
         self._site = site
         self._scratch = scratch
-        self._kind = kind
+        self._storage = storage
         self._writes: Writes | None = None
         self._flat: dict[str, bool] = {}
 
     @property
     def writes(self) -> Writes:
-        """How sandboxes write: by an overlay if one can be mounted here, else to a copy of the image."""
+        """How sandboxes write: through an overlay if one can be mounted here, else to a copy of the image."""
         if self._writes is None:
             self._writes = self._decide_writes()
         return self._writes
 
     def _decide_writes(self) -> Writes:
-        if is_without("overlay") or self._kind == "network":
+        if is_without("overlay") or self._storage == "network":
             return "copy"
         if os.geteuid() != 0 and overlay.works(str(self._scratch)):
             return "overlay"
         return "copy" if self._site().overlay else "overlay"
 
     def is_flat(self, image: str) -> bool:
-        """Returns whether an image is laid out as one tree here, because an overlay cannot stack its layers."""
+        """Returns whether an image is unpacked as one tree here, because an overlay cannot stack its layers."""
         if os.path.isdir(image):
             return False
         if image not in self._flat:
@@ -181,22 +169,23 @@ class ImageAccess:
 
     def _can_stack(self, layers: int) -> bool:
         scratch = str(self._scratch)
-        if layers >= overlay.MAX_LOWERS or overlay.odd(scratch):
+        if layers >= overlay.MAX_LOWERS or overlay.has_reserved_character(scratch):
             return False
         return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(scratch)
 
-    def ready(self, image: str) -> Access | None:
-        """Returns an image that is in the cache, else ``None``. Never waits: the first use of an image may have to."""
+    def ready(self, image: str) -> Rootfs | None:
+        """Returns an image that is in the cache, else ``None``. Never blocks; the first use of an image returns
+        ``None``."""
         if not os.path.isdir(image) and image not in self._flat:
             return None
         lease = self.images.ready(image, flat=self.is_flat(image))
-        return self._access(image, lease) if lease else None
+        return self._rootfs(image, lease) if lease else None
 
-    def acquire(self, image: str) -> Access:
-        """Returns an image, which is unpacked now if it is not in the cache. Blocks."""
-        return self._access(image, self.images.acquire(image, flat=self.is_flat(image)))
+    def acquire(self, image: str) -> Rootfs:
+        """Returns an image. Unpacks it first if it is not in the cache. Blocks."""
+        return self._rootfs(image, self.images.acquire(image, flat=self.is_flat(image)))
 
-    def _access(self, image: str, lease: ImageLease) -> Access:
+    def _rootfs(self, image: str, lease: ImageLease) -> Rootfs:
         settings = "" if os.path.isdir(image) else self.images.facts(image).settings
         copies = self.writes == "copy"
-        return Access(lease.path, lease.release, copies=copies, layers=lease.layers, settings=settings)
+        return Rootfs(lease.path, lease.release, copies=copies, layers=lease.layers, settings=settings)
