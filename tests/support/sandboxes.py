@@ -12,28 +12,32 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec, Snapshot
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.host.files import remove_tree
 
 Use = Callable[[ApptainerSandbox], Awaitable[Any]]
 
 
 class Start:
-    """Starts sandboxes of one image in a coroutine test, whose end stops them."""
+    """Starts sandboxes in a coroutine test, whose end stops them."""
 
     def __init__(self, image: str, scratch: Path) -> None:
         self.image = image
         self._scratch = scratch
         self._provider: ApptainerProvider | None = None
 
-    async def __call__(self, **spec: Any) -> ApptainerSandbox:
+    async def __call__(
+        self, image: str | Path = "", *, kept: Snapshot | None = None, rootfs: Rootfs | None = None, **spec: Any
+    ) -> ApptainerSandbox:
         if self._provider is None:
             self._provider = ApptainerProvider(self._scratch)
-        return await self._provider.start(SandboxSpec(self.image, **spec))
+        return await self._provider.start(SandboxSpec(str(image or self.image), **spec), kept, rootfs=rootfs)
 
     async def close(self) -> None:
         if self._provider is not None:
             await self._provider.close()
+            self._provider = None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -139,11 +139,8 @@ class SandboxDirectory:
 
         Besides the layer these are directories in this one that the sandbox may write to (a verifier's logs).
         """
-        bound = []
-        for bind in spec.binds:
-            source, *rest = bind.split(":")
-            if source.startswith(f"{self.directory}/") and rest[1:] != ["ro"]:
-                bound.append(source)
+        writable = [bind.source for bind in spec.parsed_binds() if not bind.read_only]
+        bound = [source for source in writable if source.startswith(f"{self.directory}/")]
         for path in bound:
             if path not in self._host_bytes:
                 self._host_bytes[path] = await asyncio.to_thread(_size, path)

@@ -21,12 +21,11 @@ from megaflow_hpc.types import ExecResult
 Run = Callable[..., Awaitable[ExecResult]]
 """Runs a command in the sandbox: :meth:`.ApptainerSandbox.exec`."""
 
-Fetch = Callable[[str, Callable[[bytes], bool]], Awaitable[ExecResult]]
-"""Runs a command in the sandbox and passes its standard output on in pieces, until the callback returns ``False``."""
-
 MAX_DOWNLOAD_BYTES = 256 * 1024 * 1024
 MAX_DOWNLOAD_FILES = 100_000
 """Maximum files, directories and links of one download."""
+_STDERR_LIMIT = 16384
+"""Bytes kept of the standard error of the programs that send a download."""
 
 
 async def upload(run: Run, source: str, target: str, control: str, name: str) -> None:
@@ -64,7 +63,7 @@ async def upload(run: Run, source: str, target: str, control: str, name: str) ->
         await asyncio.to_thread(remove_tree, staged, ignore_errors=True)
 
 
-async def download(fetch: Fetch, source: str, target: str, scratch: str, budget: Budget) -> None:
+async def download(run: Run, source: str, target: str, scratch: str, budget: Budget) -> None:
     """Copies a file or a directory's contents out of a sandbox; see :meth:`.ApptainerSandbox.download`.
 
     The sandbox's programs send an untrusted stream. It is written to an unnamed file, and then unpacked. If the stream
@@ -83,7 +82,7 @@ async def download(fetch: Fetch, source: str, target: str, scratch: str, budget:
         with tempfile.TemporaryFile(dir=scratch) as file:
             # In an archive, header and padding of a small file take more bytes than the file.
             spool = _Spool(file, min(2 * allowed, allowed + MAX_DOWNLOAD_BYTES // 4) + (1 << 20))
-            done = await fetch(script, spool.take)
+            done = await run(script, output_limit=_STDERR_LIMIT, on_output=spool.take)
             if spool.failed:
                 raise spool.failed
             if spool.left < 0:

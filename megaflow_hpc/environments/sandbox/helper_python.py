@@ -98,16 +98,16 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
     """Returns the interpreter's directory on this node's scratch; makes it if it is missing.
 
     Raises:
-        SandboxError: it cannot be made.
+        SandboxError: it cannot be created.
     """
     try:
-        stamp = [(place, path, os.stat(path).st_mtime_ns) for place, path in _parts()]
+        stamp = [(name, path, os.stat(path).st_mtime_ns) for name, path in _parts()]
         home = Path(scratch, "python-" + hashlib.sha256(repr(stamp).encode()).hexdigest()[:12])
         if home.is_dir():
             return home
         partial = Path(tempfile.mkdtemp(prefix="python-new-", dir=scratch))
-        for place, path in _parts():
-            target = partial / place
+        for name, path in _parts():
+            target = partial / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
             target.chmod(0o555)
@@ -118,7 +118,9 @@ def prepare(scratch: str | os.PathLike[str]) -> Path:
             if not home.is_dir():
                 raise
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{scratch}: the Python of helpers in sandboxes cannot be made there ({error})") from error
+        raise SandboxError(
+            f"{scratch}: the Python of helpers in sandboxes cannot be created there ({error})"
+        ) from error
     return home
 
 
@@ -130,7 +132,7 @@ def link_into(home: Path, control: Path) -> None:
     try:
         shutil.copytree(home, target, copy_function=os.link)
     except (OSError, shutil.Error) as error:
-        raise SandboxError(f"{target}: cannot be made ({error}); see that scratch is not full") from error
+        raise SandboxError(f"{target}: cannot be created ({error}); check that scratch is not full") from error
 
 
 def command(program: str) -> tuple[list[str], dict[str, str]]:

@@ -29,7 +29,7 @@ from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.without import VARIABLE, is_without
+from megaflow_hpc.environments.sandbox.spec import WITHOUT_VARIABLE, is_without
 from megaflow_hpc.errors import SandboxError
 
 Way = Literal["nsenter", "helper", ""]
@@ -55,7 +55,7 @@ def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
         no_namespaces: why there are no user namespaces; empty if there are.
     """
     if is_without("nsenter"):
-        not_from_outside = f"{VARIABLE} names nsenter"
+        not_from_outside = f"{WITHOUT_VARIABLE} names nsenter"
     elif shutil.which("nsenter") is None:
         not_from_outside = "nsenter is not on PATH"
     else:

@@ -23,7 +23,7 @@ from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_t
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
-from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
+from megaflow_hpc.environments.sandbox.network import how_to_listen
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs, RootfsFactory
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
@@ -62,7 +62,6 @@ class ApptainerProvider:
         self._sandboxes: set[ApptainerSandbox] = set()
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
-        self._gateway_by: Way | None = None
         self._storage = kind_of(file_system(self.scratch))
         cache_of_node = ImageCache(self.cache, self.apptainer)
         self.images = RootfsFactory(
@@ -122,9 +121,8 @@ class ApptainerProvider:
 
     def _listens_by_helper(self) -> bool:
         """Returns whether a command of the sandbox must bind listeners (network.py)."""
-        if self._gateway_by is None:
-            self._gateway_by, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "no user namespaces")
-        return self._gateway_by == "helper"
+        way, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "no user namespaces")
+        return way == "helper"
 
     def _helper_python(self) -> Path:
         return helper_python.prepare(self.scratch)

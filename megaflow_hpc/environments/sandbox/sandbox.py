@@ -18,7 +18,6 @@ from types import TracebackType
 
 from megaflow_hpc.environments.sandbox import files
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.limits.watchdog import MB, Breach, SandboxWatch, Watchdog
@@ -36,9 +35,6 @@ OUTPUT_LIMIT = 512 * 1024
 
 READ_LIMIT = 1 << 20
 """Maximum bytes that :meth:`ApptainerSandbox.read` returns by default."""
-
-_STDERR_LIMIT = 16384
-"""Bytes kept of the standard error of the programs that send a download."""
 
 
 class ApptainerSandbox:
@@ -314,11 +310,7 @@ class ApptainerSandbox:
 
         The shell is bash if the image has it, else ``/bin/sh``.
         """
-
-        async def commands() -> CommandDispatcher:
-            return (await self._running()).commands
-
-        return ShellSession(commands, self.workdir, OUTPUT_LIMIT)
+        return ShellSession(self._running, self.workdir, OUTPUT_LIMIT)
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -361,11 +353,8 @@ class ApptainerSandbox:
 
     def _is_bound(self, path: str) -> bool:
         """Returns whether a bind of the spec covers ``path``."""
-        for bind in self.spec.binds:
-            target = bind.split(":")[1] if ":" in bind else bind
-            if f"{os.path.normpath(path)}/".startswith(f"{os.path.normpath(target)}/"):
-                return True
-        return False
+        targets = [os.path.normpath(bind.target) for bind in self.spec.parsed_binds()]
+        return any(f"{os.path.normpath(path)}/".startswith(f"{target}/") for target in targets)
 
     async def upload(self, source: str, target: str) -> None:
         """Copies a file or a directory's contents of the host to ``target``, and creates its parents.
@@ -394,11 +383,7 @@ class ApptainerSandbox:
                 that cannot be unpacked. Part of it may be at ``target`` then.
             SandboxError: the sandbox was lost, or ``target`` cannot be written.
         """
-
-        async def fetch(command: str, on_output: Callable[[bytes], bool]) -> ExecResult:
-            return await self.exec(command, output_limit=_STDERR_LIMIT, on_output=on_output)
-
-        await files.download(fetch, source, target, self.directory, budget or self.download_budget())
+        await files.download(self.exec, source, target, self.directory, budget or self.download_budget())
 
     def download_budget(self) -> Budget:
         """Returns the budget of one download: ``disk_mb``, and at most 256 MiB in 100,000 files."""

@@ -1,16 +1,29 @@
-"""Describes a sandbox: one plain dataclass, the whole input of :meth:`ApptainerProvider.start`."""
+"""Describes a sandbox: the input of :meth:`ApptainerProvider.start`, and features that sandboxes must do without."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, NamedTuple, get_args
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Network
 
+Feature = Literal["clones", "overlay", "nsenter", "program"]
+WITHOUT_VARIABLE = "MEGAFLOW_SANDBOX_WITHOUT"
+"""Names features to do without, separated by commas, on nodes on which detection is wrong."""
+
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Bind(NamedTuple):
+    """A directory or file of the host that a sandbox sees."""
+
+    source: str
+    target: str
+    read_only: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,15 @@ class SandboxSpec:
             raise ConfigError(f"workdir {self.workdir!r} of a sandbox: expected an absolute path")
         check_variables(self.env)
 
+    def parsed_binds(self) -> list[Bind]:
+        """Returns the parts of ``binds``."""
+        parsed = []
+        for bind in self.binds:
+            source, _, rest = bind.partition(":")
+            target, _, mode = rest.partition(":")
+            parsed.append(Bind(source, target or source, mode == "ro"))
+        return parsed
+
     @property
     def as_root(self) -> bool:
         """True if commands run as uid 0."""
@@ -63,3 +85,18 @@ def check_variables(env: Mapping[str, str]) -> None:
             raise ConfigError(f"environment variable {name!r} of a sandbox: expected letters, digits and _")
         if "\0" in value:
             raise ConfigError(f"environment variable {name} of a sandbox: its value has a zero byte")
+
+
+def is_without(feature: Feature) -> bool:
+    """Returns whether ``MEGAFLOW_SANDBOX_WITHOUT`` names a feature, so that its fallback is used.
+
+    Raises:
+        ConfigError: the variable names an unknown feature.
+    """
+    words = [word.strip() for word in os.environ.get(WITHOUT_VARIABLE, "").split(",")]
+    features = [word for word in words if word]
+    for word in features:
+        if word not in get_args(Feature):
+            expected = ", ".join(get_args(Feature))
+            raise ConfigError(f"{WITHOUT_VARIABLE}: {word!r}: expected {expected}, separated by commas")
+    return feature in features

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,6 @@ from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.limits.usage import MemoryPeak
 from tests.support.sandboxes import Start
 from tests.support.waiting import until_async
-
-InSandbox = Callable[..., Any]
 
 BURN = """
 import json, resource, sys, time
@@ -34,7 +31,7 @@ async def burn(sandbox: ApptainerSandbox, size: int, cpu_s: float) -> tuple[floa
 @pytest.mark.parametrize("limits", [{}, {"memory_mb": 2000, "disk_mb": 2000, "cpu_s": 100}], ids=["free", "limited"])
 async def test_cpu_time_and_the_most_memory_are_those_of_its_commands(start: Start, limits: dict[str, int]) -> None:
     sandbox = await start(**limits)
-    used, held, sandbox = *await burn(sandbox, 100_000_000, 1.2), sandbox
+    used, held = await burn(sandbox, 100_000_000, 1.2)
     found = sandbox.consumption()
     assert used - 0.05 <= found.cpu_s <= used + 1
     assert 100 <= found.memory_peak_mb <= held + 30
@@ -53,26 +50,20 @@ async def test_what_short_commands_of_several_containers_used_is_added_up(start:
     assert sum(used) - 0.1 <= sandbox.consumption().cpu_s <= sum(used) + 2
 
 
-def test_what_was_written_is_known_where_a_limit_asks_for_it(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> ApptainerSandbox:
+async def test_written_bytes_are_measured_only_with_a_limit(start: Start) -> None:
+    limited, free = await start(disk_mb=1000), await start()
+    for sandbox in (limited, free):
         await sandbox.exec("head -c 20000000 /dev/urandom > /var/big")
 
-        def measured() -> bool:
-            sandbox._watch.poke()
-            return (sandbox.consumption().disk_peak_mb or 0) >= 20
+    def measured() -> bool:
+        limited._watch.poke()
+        return (limited.consumption().disk_peak_mb or 0) >= 20
 
-        await until_async(measured, "the file is measured")
-        await sandbox.exec("rm /var/big")
-        return sandbox
-
-    limited = in_sandbox(use, disk_mb=1000).consumption()
-    assert 20 <= (limited.disk_peak_mb or 0) <= 60
-
-    async def nothing(sandbox: ApptainerSandbox) -> ApptainerSandbox:
-        await sandbox.exec("head -c 20000000 /dev/zero > /var/big")
-        return sandbox
-
-    assert in_sandbox(nothing).consumption().disk_peak_mb is None
+    await until_async(measured, "the file is measured")
+    await limited.exec("rm /var/big")
+    await start.close()
+    assert 20 <= (limited.consumption().disk_peak_mb or 0) <= 60
+    assert free.consumption().disk_peak_mb is None
 
 
 def test_memory_is_measured_exactly_only_where_it_may_be_a_new_peak() -> None:

@@ -6,21 +6,19 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.environments.sandbox import helper_python, probe
 from megaflow_hpc.environments.sandbox.network import _is_listener, how_to_listen
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.types import Network
 from tests.support.sandboxes import Start
-
-InSandbox = Callable[..., Any]
 
 REACH = """
 import json, socket, sys
@@ -64,27 +62,26 @@ def listeners() -> Iterator[list[list[Any]]]:
         ]
 
 
-def reached(in_sandbox: InSandbox, network: Network, listeners: list[list[Any]], **spec: Any) -> dict[str, bool]:
-    async def use(sandbox: ApptainerSandbox) -> dict[str, bool]:
-        done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
-        found: dict[str, bool] = json.loads(done.stdout)
-        return found
-
-    result: dict[str, bool] = in_sandbox(use, network=network, **spec)
-    return result
+async def reached(sandbox: ApptainerSandbox, listeners: list[list[Any]]) -> set[str]:
+    """Returns the names of the listeners that a sandbox reaches."""
+    done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
+    return {name for name, is_reached in json.loads(done.stdout).items() if is_reached}
 
 
-def test_network_host_reaches_every_listener_of_the_host(in_sandbox: InSandbox, listeners: list[list[Any]]) -> None:
+async def test_network_host_reaches_every_listener_of_the_host(start: Start, listeners: list[list[Any]]) -> None:
     """Proves that the listeners work."""
-    assert reached(in_sandbox, "host", listeners) == {name: True for name, *_ in listeners}
+    assert await reached(await start(network="host"), listeners) == {name for name, *_ in listeners}
 
 
 @pytest.mark.parametrize("network", ["none", "gateway"])
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
-def test_without_the_hosts_network_no_listener_of_the_host_is_reached(
-    in_sandbox: InSandbox, listeners: list[list[Any]], network: Network, user: str | None
+async def test_without_the_hosts_network_no_listener_of_the_host_is_reached(
+    start: Start, listeners: list[list[Any]], network: Network, user: str | None
 ) -> None:
-    assert reached(in_sandbox, network, listeners, user=user) == {name: False for name, *_ in listeners}
+    sandbox = await start(network=network, user=user)
+    assert await reached(sandbox, listeners) == set()
+    await sandbox.kill_processes()
+    assert await reached(sandbox, listeners) == set()
 
 
 @pytest.mark.parametrize("network", ["none", "gateway"])
@@ -99,16 +96,7 @@ async def test_there_is_no_device_but_loopback_and_none_can_be_made(start: Start
     assert (await sandbox.exec(["python3", "-c", raw])).exit_code != 0
 
 
-async def test_the_network_stays_closed_after_the_processes_were_replaced(
-    start: Start, listeners: list[list[Any]]
-) -> None:
-    sandbox = await start(network="gateway")
-    await sandbox.kill_processes()
-    done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
-    assert not any(json.loads(done.stdout).values())
-
-
-def test_two_gateway_sandboxes_on_one_port_do_not_meet(rootfs: str, scratch: Path) -> None:
+async def test_two_gateway_sandboxes_on_one_port_do_not_meet(start: Start) -> None:
     ask = "import socket, sys; print(socket.create_connection(('127.0.0.1', 8000), 5).recv(8).decode())"
 
     async def serve(sandbox: ApptainerSandbox, word: bytes) -> asyncio.Server:
@@ -118,26 +106,16 @@ def test_two_gateway_sandboxes_on_one_port_do_not_meet(rootfs: str, scratch: Pat
 
         return await asyncio.start_server(answer, sock=await sandbox.listen(8000))
 
-    async def main() -> list[str]:
-        async with ApptainerProvider(scratch) as provider:
-            sandboxes = [await provider.start(SandboxSpec(rootfs, network="gateway")) for _ in range(2)]
-            servers = [
-                await serve(sandbox, word) for sandbox, word in zip(sandboxes, (b"first", b"second"), strict=True)
-            ]
-            said = [(await sandbox.exec(["python3", "-c", ask])).stdout.strip() for sandbox in sandboxes]
-            for server in servers:
-                server.close()
-            return said
-
-    assert asyncio.run(main()) == ["first", "second"]
+    first, second = await start(network="gateway"), await start(network="gateway")
+    async with await serve(first, b"first"), await serve(second, b"second"):
+        assert (await first.exec(["python3", "-c", ask])).stdout == "first\n"
+        assert (await second.exec(["python3", "-c", ask])).stdout == "second\n"
 
 
-def test_only_a_gateway_sandbox_has_a_listener(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> None:
-        await sandbox.listen()
-
+async def test_only_a_gateway_sandbox_has_a_listener(start: Start) -> None:
+    sandbox = await start(network="none")
     with pytest.raises(SandboxError, match="only 'gateway' has"):
-        in_sandbox(use, network="none")
+        await sandbox.listen()
 
 
 # --- a listener without entering from outside ------------------------------------------------------------------------
@@ -160,27 +138,23 @@ async def echo(sandbox: ApptainerSandbox, port: int = 0) -> tuple[asyncio.Server
 
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
 async def test_a_helper_inside_any_image_listens_where_namespaces_cannot_be_entered(
-    busybox_rootfs: str, scratch: Path, by_helper: None, user: str | None
+    start: Start, busybox_rootfs: str, by_helper: None, user: str | None
 ) -> None:
     """Uses an image with only busybox; repeats after the processes were replaced, and with two listeners."""
-    answered = ["HELLO\n0\n", "HELLO\n0\n", "1\n"]
-    async with ApptainerProvider(scratch) as provider:
-        async with await provider.start(SandboxSpec(busybox_rootfs, network="gateway", user=user)) as sandbox:
-            said = []
-            for _ in range(2):
-                server, port = await echo(sandbox)
-                other, _ = await echo(sandbox, 8123)
-                async with server, other:
-                    for number in (port, 8123, 8124):
-                        asked = await sandbox.exec(f"echo hello | nc -w 3 127.0.0.1 {number}; echo $?")
-                        said.append(asked.stdout)
-                await sandbox.kill_processes()
-            # No process of it continues, and its files cannot be changed.
-            server, _ = await echo(sandbox)
-            server.close()
-            said.append((await sandbox.exec("cat /proc/[0-9]*/cmdline | grep -c python/[l]oader")).stdout)
-            result = [*said, (await sandbox.exec("echo x > /.megaflow/python/loader || echo refused")).stdout]
-    assert result == [*answered, *answered, "0\n", "refused\n"]
+    sandbox = await start(busybox_rootfs, network="gateway", user=user)
+    for _ in range(2):
+        server, port = await echo(sandbox)
+        other, _ = await echo(sandbox, 8123)
+        async with server, other:
+            for number, answer in ((port, "HELLO\n0\n"), (8123, "HELLO\n0\n"), (8124, "1\n")):
+                asked = await sandbox.exec(f"echo hello | nc -w 3 127.0.0.1 {number}; echo $?")
+                assert asked.stdout == answer
+        await sandbox.kill_processes()
+    # No process of it continues, and its files cannot be changed.
+    server, _ = await echo(sandbox)
+    server.close()
+    assert (await sandbox.exec("cat /proc/[0-9]*/cmdline | grep -c python/[l]oader")).stdout == "0\n"
+    assert (await sandbox.exec("echo x > /.megaflow/python/loader || echo refused")).stdout == "refused\n"
 
 
 @pytest.mark.parametrize("user", [None, "agent"], ids=["root", "user"])
@@ -190,8 +164,7 @@ async def test_with_a_helper_too_no_listener_of_the_host_is_reached(
     sandbox = await start(network="gateway", user=user)
     server, _ = await echo(sandbox)
     async with server:
-        done = await sandbox.exec(["python3", "-c", REACH, json.dumps(listeners)], timeout_s=60)
-    assert json.loads(done.stdout) == {name: False for name, *_ in listeners}
+        assert await reached(sandbox, listeners) == set()
 
 
 async def test_a_port_that_is_taken_is_said(start: Start, by_helper: None) -> None:

@@ -33,6 +33,7 @@ async def test_a_reset_leaves_no_process_and_no_file(start: Start, scratch: Path
         assert sandbox.pid != old
         assert (await sandbox.exec(LOOK)).stdout == clean
         assert (await sandbox.exec("grep -c bad /etc/profile")).stdout == "0\n"
+    await start.close()
     assert not list((scratch / "owners").glob(f"{os.getpid()}-*"))
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from tests.support.sandboxes import Start
 
 pytestmark = pytest.mark.usefixtures("runner")
@@ -46,10 +44,9 @@ async def test_a_timeout_kills_what_runs_and_keeps_the_shell_unless_that_is_what
     assert (await sandbox.exec("ps -eo args | grep -c '[s]leep 900'")).stdout == "0\n"
 
 
-async def test_a_bare_image_has_sessions_too(small_rootfs: str, scratch: Path) -> None:
-    async with ApptainerProvider(scratch) as provider:
-        async with await provider.start(SandboxSpec(small_rootfs)) as sandbox:
-            async with sandbox.session() as first, sandbox.session() as second:
-                await asyncio.gather(first.run("cd /usr; V=1"), second.run("cd /etc; V=2"))
-                assert (await first.run("pwd; echo $V")).stdout == "/usr\n1\n"
-                assert (await second.run("pwd; echo $V")).stdout == "/etc\n2\n"
+async def test_a_bare_image_has_sessions_too(start: Start, small_rootfs: str) -> None:
+    sandbox = await start(small_rootfs)
+    async with sandbox.session() as first, sandbox.session() as second:
+        await asyncio.gather(first.run("cd /usr; V=1"), second.run("cd /etc; V=2"))
+        assert (await first.run("pwd; echo $V")).stdout == "/usr\n1\n"
+        assert (await second.run("pwd; echo $V")).stdout == "/etc\n2\n"

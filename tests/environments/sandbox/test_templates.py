@@ -7,14 +7,14 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.template import Template
-from megaflow_hpc.environments.sandbox.templates import supported
+from megaflow_hpc.environments.sandbox.templates import Template, supported
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, argv, descendants, parent
 from tests.support.campaigns import Make
@@ -183,24 +183,21 @@ async def test_links_in_a_layer_lead_a_clone_nowhere(
 
 
 async def test_a_template_that_is_killed_takes_its_sandboxes_along_and_the_next_start_makes_another(
-    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clone_at_once(monkeypatch)
-    async with ApptainerProvider(scratch) as provider:
-        spec = SandboxSpec(rootfs)
-        sandbox = await provider.start(spec)
-        assert sandbox.pid is not None
-        template = Identity.of(parent(sandbox.pid))
-        assert template is not None
-        template.kill()
-        await until_async(lambda: not template.alive(), "the template has ended")
-        with pytest.raises(SandboxError, match="from outside"):
-            await sandbox.exec("true")
-        await sandbox.stop()
-        async with await provider.start(spec) as other:
-            assert cloned(other)
-            result = (await other.exec("echo on")).stdout
-    assert result == "on\n"
+    sandbox = await start()
+    assert sandbox.pid is not None
+    template = Identity.of(parent(sandbox.pid))
+    assert template is not None
+    template.kill()
+    await until_async(lambda: not template.alive(), "the template has ended")
+    with pytest.raises(SandboxError, match="from outside"):
+        await sandbox.exec("true")
+    await sandbox.stop()
+    other = await start()
+    assert cloned(other)
+    assert (await other.exec("echo on")).stdout == "on\n"
 
 
 async def test_nothing_is_left_when_the_provider_is_closed(rootfs: str, scratch: Path) -> None:
@@ -217,28 +214,37 @@ async def test_nothing_is_left_when_the_provider_is_closed(rootfs: str, scratch:
     assert os.listdir(scratch / "owners") == []
 
 
-async def test_an_image_that_takes_no_template_is_started_by_apptainer(
-    rootfs: str, scratch: Path, tmp_path: Path
+def scratch_is_a_link(image: Path, scratch: Path) -> None:
+    top = image / Path(os.path.realpath(scratch)).parts[1]
+    shutil.rmtree(top, ignore_errors=True)
+    top.symlink_to("/srv")
+
+
+def environment_is_large(image: Path, scratch: Path) -> None:
+    settings = image / ".singularity.d/env/99-large.sh"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(f"export LARGE={'x' * 40000}\n")
+
+
+def clones_are_off(image: Path, scratch: Path) -> None:
+    os.environ["MEGAFLOW_SANDBOX_WITHOUT"] = "clones"
+
+
+@pytest.mark.parametrize("change", [scratch_is_a_link, environment_is_large, clones_are_off])
+async def test_apptainer_starts_every_container_that_cannot_be_a_clone(
+    rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None]
 ) -> None:
-    """In this image, a link is in place of the host's scratch."""
-    image = tmp_path / "image"
-    shutil.copytree(rootfs, image, symlinks=True)
-    top = Path(os.path.realpath(scratch)).parts[1]
-    shutil.rmtree(image / top, ignore_errors=True)
-    (image / top).symlink_to("/srv")
-    cache = scratch / "linked"
-    async with ApptainerProvider(scratch, cache) as provider:
-        sandboxes = [await provider.start(SandboxSpec(str(image))) for _ in range(3)]
-        assert [(await sandbox.exec("echo on")).stdout for sandbox in sandboxes] == ["on\n"] * 3
-        result = list(map(cloned, sandboxes))
-    assert result == [False] * 3
-
-
-async def test_a_site_may_do_without_clones(rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "clones")
-    async with ApptainerProvider(scratch) as provider:
-        result = [cloned(await provider.start(SandboxSpec(rootfs))) for _ in range(2)]
-    assert result == [False, False]
+    monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "")
+    image = tmp_path / "image" if change is scratch_is_a_link else scratch / change.__name__
+    copy = shutil.copy2 if change is scratch_is_a_link else os.link
+    shutil.copytree(rootfs, image, symlinks=True, copy_function=copy)
+    change(image, scratch)
+    length = 40000 if change is environment_is_large else 0
+    async with ApptainerProvider(scratch, scratch / f"cache-{change.__name__}") as provider:
+        for _ in range(3):
+            sandbox = await provider.start(SandboxSpec(str(image)))
+            assert (await sandbox.exec("echo ${#LARGE}")).stdout == f"{length}\n"
+            assert not cloned(sandbox)
 
 
 async def test_no_program_of_the_image_runs_in_the_template(
@@ -319,21 +325,6 @@ async def test_starts_that_are_given_up_harm_no_other(rootfs: str, scratch: Path
             assert cloned(last)
         result = (await other.exec("echo on")).stdout
     assert result == "on\n"
-
-
-async def test_an_image_whose_environment_is_too_large_for_a_request_is_started_by_apptainer(
-    rootfs: str, scratch: Path
-) -> None:
-    image = scratch / "large"
-    shutil.copytree(rootfs, image, symlinks=True, copy_function=os.link)
-    settings = image / ".singularity.d/env/99-large.sh"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(f"export LARGE={'x' * 40000}\n")
-    async with ApptainerProvider(scratch) as provider:
-        sandboxes = [await provider.start(SandboxSpec(str(image))) for _ in range(3)]
-        assert [(await sandbox.exec("echo ${#LARGE}")).stdout for sandbox in sandboxes] == ["40000\n"] * 3
-        result = list(map(cloned, sandboxes))
-    assert result == [False] * 3
 
 
 def templates_below(pid: int) -> list[int]:

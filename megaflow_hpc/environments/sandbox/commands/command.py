@@ -71,7 +71,6 @@ class RunningCommand:
         self.pair = pair
         self.buffers = (CappedBuffer(limit), CappedBuffer(limit))
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiter: asyncio.Future[None] | None = None
         self.files: list[str] = []
         self.breach = ""
         self.on_output: Callable[[bytes], object] | None = None
@@ -91,15 +90,6 @@ class RunningCommand:
             else:
                 self.done.set_exception(status)
                 self.done.exception()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def ended(self) -> int:
-        """Waits for ``done`` without cancelling it. A shield would cost one more turn of the loop."""
-        if not self.done.done():
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self.done.result()
 
     def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
         """Returns the result; ``started`` is in seconds of the monotonic clock."""

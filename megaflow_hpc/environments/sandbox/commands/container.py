@@ -28,15 +28,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.launcher import launcher
+from megaflow_hpc.environments.sandbox.commands.launcher import Clone, start_apptainer
 from megaflow_hpc.environments.sandbox.commands.streams import read_available
-from megaflow_hpc.environments.sandbox.commands.template import APPTAINER_ENVIRONMENT, Clone
 from megaflow_hpc.environments.sandbox.processes import namespace_init
-from megaflow_hpc.environments.sandbox.spec import check_variables
-from megaflow_hpc.environments.sandbox.without import is_without
+from megaflow_hpc.environments.sandbox.spec import check_variables, is_without
 from megaflow_hpc.errors import LostError, SandboxError
-from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.child import dies_with_parent
+from megaflow_hpc.host.apptainer import last_line
 from megaflow_hpc.host.descriptors import inherited
 from megaflow_hpc.host.process import Identity
 
@@ -140,7 +137,8 @@ class Container:
                 self._process = await clone(errors, self._on_started or (lambda _: None))
                 self.init = Identity.of(self._process.pid)
             else:
-                self._process = self._run(argv, temporary, errors, prefix)
+                pipe = subprocess.PIPE
+                self._process = start_apptainer(argv, prefix, temporary, stdin=pipe, stdout=pipe, stderr=errors)
         except OSError as error:
             os.close(self._stderr_pipe)
             raise SandboxError(f"{argv[0]}: cannot be run ({error})") from error
@@ -169,20 +167,6 @@ class Container:
             init = namespace_init(self._process.pid)
             self.init = Identity.of(init) if init else None
         self.commands.init = self.init
-
-    def _run(self, argv: Sequence[str], temporary: str, errors: int, prefix: Sequence[str]) -> subprocess.Popen[bytes]:
-        # A user namespace ignores setuid bits, so the filter takes no rights from Apptainer.
-        return launcher(filtered=bool(prefix)).call(
-            lambda: subprocess.Popen(
-                [*prefix, *dies_with_parent(), *argv],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**clean_environment(temporary), **APPTAINER_ENVIRONMENT},
-                cwd="/",
-                start_new_session=True,
-            )
-        )
 
     def _why_ended(self) -> str | None:
         return None if self.alive else self.last_words()

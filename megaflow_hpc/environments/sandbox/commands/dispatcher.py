@@ -167,7 +167,7 @@ class CommandDispatcher:
                 left = max(0.0, timeout_s - (time.monotonic() - started))
                 timer = asyncio.get_running_loop().call_later(left, self.kill, running)
             try:
-                status = await running.ended()
+                status = await asyncio.shield(running.done)
                 if running.killing is not None:
                     await asyncio.shield(running.killing)
             except asyncio.CancelledError:

@@ -11,14 +11,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import queue
+import select
+import signal
 import struct
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+from megaflow_hpc.host.apptainer import clean_environment
+from megaflow_hpc.host.child import dies_with_parent
 
 Result = TypeVar("Result")
+
+_APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
+"""Turns off threads and garbage collection, which Apptainer does not need in its 50 ms."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
@@ -60,7 +68,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Launcher:
-    """A daemon thread without keys that runs functions one after the other.
+    """A thread without keys that runs functions one after the other.
 
     Processes that it starts with a parent-death signal end with this process, as the thread does.
 
@@ -70,29 +78,20 @@ class Launcher:
 
     def __init__(self, filtered: bool) -> None:
         self._filtered = filtered
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._holds_filter = False
-        threading.Thread(target=self._run, name="sandbox launcher", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "sandbox launcher", initializer=self._confine)
+
+    def _confine(self) -> None:
+        _leave_keys()
+        self._holds_filter = self._filtered and _install(program(os.uname().machine))
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Calls ``function`` in the launcher's thread. Returns its result or raises its exception."""
-        done: Future[Result] = Future()
-        self._work.put((function, done))
-        return done.result()
+        return self._thread.submit(function).result()
 
     def holds_filter(self) -> bool:
         """Returns whether the filter is installed. ``False`` for unknown machines and kernels without filters."""
         return self.call(lambda: self._holds_filter)
-
-    def _run(self) -> None:
-        _leave_keys()
-        self._holds_filter = self._filtered and _install(program(os.uname().machine))
-        while True:
-            function, done = self._work.get()
-            try:
-                done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
 
 
 def launcher(filtered: bool) -> Launcher:
@@ -103,6 +102,59 @@ def launcher(filtered: bool) -> Launcher:
 @functools.cache
 def _launcher(filtered: bool, pid: int) -> Launcher:
     return Launcher(filtered)
+
+
+def start_apptainer(
+    argv: Sequence[str], prefix: Sequence[str], temporary: str, *, stdin: int, stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """Starts Apptainer in a launcher's thread.
+
+    Args:
+        prefix: words before ``argv`` that enter a user namespace. Such a namespace ignores setuid bits, so the filter
+            takes no rights from Apptainer.
+        temporary: Apptainer's own TMPDIR.
+    """
+    return launcher(filtered=bool(prefix)).call(
+        lambda: subprocess.Popen(
+            [*prefix, *dies_with_parent(), *argv],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env={**clean_environment(temporary), **_APPTAINER_ENVIRONMENT},
+            cwd="/",
+            start_new_session=True,
+        )
+    )
+
+
+class Clone:
+    """The first process of a cloned sandbox, with the interface of :class:`subprocess.Popen`.
+
+    It is a child of the template and not of this process.
+    """
+
+    def __init__(self, pidfd: int, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdin = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout = os.fdopen(stdout, "rb", buffering=0)
+        self._pidfd = pidfd
+
+    def poll(self) -> int | None:
+        """Returns ``None`` while the process runs."""
+        if self._pidfd >= 0:
+            poller = select.poll()
+            poller.register(self._pidfd, select.POLLIN)
+            if not poller.poll(0):
+                return None
+            os.close(self._pidfd)
+            self._pidfd = -1
+        return 0
+
+    def kill(self) -> None:
+        """Kills every process of the sandbox."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 def _leave_keys() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from megaflow_hpc.environments.sandbox.commands.command import RunningCommand, Worker, command_of
+from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.dispatcher import CommandDispatcher
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants, kill_each, parent
@@ -30,11 +31,11 @@ class ShellSession:
     """A shell of a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
 
     Args:
-        commands: returns the dispatcher of the sandbox's container; starts the container if necessary.
+        container: returns the sandbox's container; starts it if necessary.
     """
 
-    def __init__(self, commands: Callable[[], Awaitable[CommandDispatcher]], workdir: str, limit: int) -> None:
-        self._find = commands
+    def __init__(self, container: Callable[[], Awaitable[Container]], workdir: str, limit: int) -> None:
+        self._container = container
         self._workdir = workdir
         self._limit = limit
         self._commands: CommandDispatcher | None = None
@@ -90,7 +91,7 @@ class ShellSession:
 
     async def _open(self) -> None:
         await self._close()
-        commands = await self._find()
+        commands = (await self._container()).commands
         worker, inside = commands.session_worker()
         script = session_text(inside)
         command = f"if command -v bash >/dev/null; then exec bash -c {shlex.quote(script)}; fi\n{script}"

@@ -402,13 +402,6 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def cpu_s(self) -> float:
-        """Returns the CPU seconds that the thread has used so far."""
-        thread = self._thread
-        if thread is None or thread.ident is None or not thread.is_alive():
-            return 0.0
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
     def _choose_cpus(self, wanted: float | None) -> frozenset[int]:
         """Returns the least used processors, as many as wanted; empty to set no affinity."""
         ours = sorted(os.sched_getaffinity(0))

@@ -20,8 +20,7 @@ from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, na
 from megaflow_hpc.environments.sandbox.probe import Site
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.scratch import Kind
-from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.sandbox.without import is_without
+from megaflow_hpc.environments.sandbox.spec import Bind, SandboxSpec, is_without
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 
@@ -39,35 +38,21 @@ class CommandLine:
     """The overlay that the prefix mounts; ``None`` if Apptainer mounts one or the sandbox is a copy."""
 
 
+@dataclass(frozen=True)
 class Rootfs:
-    """One sandbox's hold on its image, until :meth:`release`.
+    """One sandbox's hold on its image, until ``release`` is called."""
 
-    Args:
-        base: the bottom tree.
-        copies: each sandbox writes to a copy of the image.
-        namespace: argv prefix that enters the sandbox's user namespace; ``None``: a namespace of uid 0 alone.
-        layers: trees over ``base``, the topmost first, each in the form of an overlay's upper directory.
-        settings: shell lines that set the image's variables. The runtime adds those that it finds in the image.
-    """
-
-    def __init__(
-        self,
-        base: str,
-        release: Callable[[], None],
-        *,
-        copies: bool = False,
-        namespace: Sequence[str] | None = None,
-        layers: Sequence[str] = (),
-        settings: str = "",
-    ) -> None:
-        if layers and copies:
-            raise ValueError("a copy needs an image of one tree")
-        self.base = base
-        self.release = release
-        self.copies = copies
-        self.namespace = namespace
-        self.layers = tuple(layers)
-        self.settings = settings
+    base: str
+    """The bottom tree."""
+    release: Callable[[], None]
+    copies: bool = False
+    """Each sandbox writes to a copy of the image, which must be one tree."""
+    namespace: Sequence[str] | None = None
+    """Argv prefix that enters the sandbox's user namespace; ``None``: a namespace of uid 0 alone."""
+    layers: Sequence[str] = ()
+    """Trees over ``base``, the topmost first, each in the form of an overlay's upper directory."""
+    settings: str = ""
+    """Shell lines that set the image's variables. The runtime adds those that it finds in the image."""
 
     @property
     def image(self) -> LayerView:
@@ -78,14 +63,13 @@ class Rootfs:
         self, apptainer: str, spec: SandboxSpec, *, layer: str, control: str, command: Sequence[str]
     ) -> CommandLine:
         """Returns the command line that starts a container with a writable layer over the image."""
-        binds = (f"{control}:{CONTROL_DIR}", *spec.binds)
+        binds = [Bind(control, CONTROL_DIR, True), *spec.parsed_binds()]
         if self.copies:
             root = os.path.join(layer, "root")
             for name in overlay.MOUNT_POINTS:
                 if not os.path.lexists(os.path.join(root, name)):
-                    _make_bind_target(root, f"/:/{name}")
-            for bind in binds:
-                _make_bind_target(root, bind)
+                    os.mkdir(os.path.join(root, name), 0o755)
+            _make_bind_targets(root, binds)
             argv = exec_argv(apptainer, spec, root, overlay=None, control=control, command=command)
             return CommandLine(self.namespace or namespace_root(spec) or namespace_user(spec), argv)
         merged = f"{layer}.root"
@@ -95,36 +79,36 @@ class Rootfs:
                 raise SandboxError(f"{self.base}: no overlay of layers can be mounted at {layer}; set MEGAFLOW_SCRATCH")
             argv = exec_argv(apptainer, spec, self.base, overlay=layer, control=control, command=command)
             return CommandLine(namespace_root(spec), argv)
-        for bind in binds:
-            _make_bind_target(os.path.join(layer, "upper"), bind)
+        _make_bind_targets(os.path.join(layer, "upper"), binds)
         argv = exec_argv(apptainer, spec, merged, overlay=None, control=control, command=command)
         return CommandLine(overlay.argv_prefix(mounted, spec, self.namespace), argv, mounted)
 
 
-def _make_bind_target(root: str, bind: str) -> None:
-    """Creates the target of ``SRC:DEST`` in a writable tree, because Apptainer creates none in a writable root.
+def _make_bind_targets(root: str, binds: Sequence[Bind]) -> None:
+    """Creates the targets of binds in a writable tree, because Apptainer creates none in a writable root.
 
     The agent controls the tree, so no symbolic link in it is followed.
     """
-    source, _, rest = bind.partition(":")
-    target = rest.partition(":")[0] or source
-    parts = [part for part in target.split("/") if part]
-    path = root
-    try:
-        for number, part in enumerate(parts):
-            path = os.path.join(path, part)
-            if os.path.islink(path):
-                raise SandboxError(f"{bind}: the sandbox has a symbolic link there; nothing can be bound")
-            if number == len(parts) - 1 and os.path.isfile(source):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                os.close(os.open(path, flags, 0o644))
-            elif not os.path.isdir(path):
-                os.mkdir(path, 0o755)
-    except OSError as error:
-        raise SandboxError(
-            f"{bind}: its target cannot be created in the sandbox ({path}: {error.strerror}); check that scratch is "
-            "not full, and that source and target are both files or both directories"
-        ) from error
+    for source, target, _ in binds:
+        parts = [part for part in target.split("/") if part]
+        path = root
+        try:
+            for number, part in enumerate(parts):
+                path = os.path.join(path, part)
+                if os.path.islink(path):
+                    raise SandboxError(
+                        f"{source}:{target}: the sandbox has a symbolic link there; nothing can be bound"
+                    )
+                if number == len(parts) - 1 and os.path.isfile(source):
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                    os.close(os.open(path, flags, 0o644))
+                elif not os.path.isdir(path):
+                    os.mkdir(path, 0o755)
+        except OSError as error:
+            raise SandboxError(
+                f"{source}:{target}: the target cannot be created in the sandbox ({path}: {error.strerror}); check "
+                "that scratch is not full, and that source and target are both files or both directories"
+            ) from error
 
 
 class RootfsFactory:

@@ -52,18 +52,17 @@ class KeepRules:
         """Returns whether programs load code or settings from ``path``."""
         parts = path.split("/")
         hidden = f"{self.home}/." if self.home else "."
-        return parts[0] in SYSTEM or path.startswith(hidden) or any(_at_or_below(path, place) for place in self._places)
-
-    @property
-    def _places(self) -> list[str]:
-        above = [os.path.dirname(place) for place in self.programs if os.path.basename(place) in ("bin", "sbin")]
-        return [place for place in (*self.programs, *self.loaded, *above) if place]
+        if parts[0] in SYSTEM or path.startswith(hidden):
+            return True
+        prefixes = [os.path.dirname(name) for name in self.programs if os.path.basename(name) in ("bin", "sbin")]
+        return any(_at_or_below(path, name) for name in (*self.programs, *self.loaded, *prefixes) if name)
 
     def within(self, image: LayerView) -> KeepRules:
         """Returns the rules extended by the targets of their paths, with the image's symbolic links resolved."""
 
         def both(paths: Sequence[str]) -> list[str]:
-            return sorted({*paths, *(place for path in paths if (place := _resolved(image, path)))})
+            targets = [_resolved(image, path) for path in paths]
+            return sorted({*paths, *filter(None, targets)})
 
         home = _resolved(image, self.home)
         kept, programs, loaded = both(self.kept), both(self.programs), both(self.loaded)
@@ -72,7 +71,7 @@ class KeepRules:
     def leads(self, path: str) -> bool:
         """Returns whether the rules name a path at or below ``path``. If so, its entries are sorted one by one."""
         borders = (*self.programs, *self.loaded, self.home)
-        return path in borders or any(place.startswith(f"{path}/") for place in (*self.kept, *borders))
+        return path in borders or any(name.startswith(f"{path}/") for name in (*self.kept, *borders))
 
 
 @dataclass
@@ -177,58 +176,48 @@ def restore(upper: Path, image: LayerView, kept: Sequence[str]) -> None:
 def mend(upper: Path, image: LayerView, workdir: str | None) -> None:
     """Restores the image's system directories, so that a container starts even if the agent broke them."""
     broken = upper.with_name("broken")
-    place = (workdir or "/").strip("/")
-    rules = KeepRules([place] if place else [], everywhere=not place)
-    keep = [path for path in sift(upper, image, rules).kept if path != place or _is_directory(upper / path)]
+    work = (workdir or "/").strip("/")
+    rules = KeepRules([work] if work else [], everywhere=not work)
+    keep = [path for path in sift(upper, image, rules).kept if path != work or _is_directory(upper / path)]
     keep_only(upper, broken, keep, image)
     remove_tree(broken)
-    if place and _is_directory(upper / place):
-        open_to_owner(upper / place)
+    if work and _is_directory(upper / work):
+        open_to_owner(upper / work)
 
 
 def revert(upper: Path, path: str) -> bool:
     """Removes the layer's change at ``path``, which is relative to the root. Returns whether there was one."""
-    *parents, name = PurePosixPath(path).parts
-    place = upper
-    for part in parents:
-        place /= part
-        if not _is_directory(place):
-            return False
-    return _remove(place / name)
+    target = _reachable(upper, path)
+    return target is not None and _remove(target)
 
 
 def make_way(upper: Path, path: str) -> None:
     """Prepares ``path`` for a bind mount: makes its parents real directories of the layer or of the image."""
     parts = PurePosixPath(path).parts
     for depth in range(1, len(parts)):
-        place = upper.joinpath(*parts[:depth])
-        if _is_directory(place):
-            open_to_owner(place)
+        parent = upper.joinpath(*parts[:depth])
+        if _is_directory(parent):
+            open_to_owner(parent)
         else:
-            _remove(place)
+            _remove(parent)
     revert(upper, path)
 
 
 def set_aside(upper: Path, path: str, aside: Path) -> bool:
     """Moves the layer's files at ``path`` to ``aside``, so the image's files show. Returns ``False`` if it has none."""
-    *parents, name = PurePosixPath(path.strip("/")).parts
-    place = upper
-    for part in parents:
-        place /= part
-        if not _is_directory(place):
-            return False
-    if not os.path.lexists(place / name):
+    target = _reachable(upper, path.strip("/"))
+    if target is None or not os.path.lexists(target):
         return False
-    os.rename(place / name, aside)
+    os.rename(target, aside)
     return True
 
 
 def replace(upper: Path, path: str, aside: Path) -> None:
     """Undoes :func:`set_aside`. Replaces the layer's files at ``path``, and makes its parents real directories."""
     make_way(upper, path.strip("/"))
-    place = upper / path.strip("/")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    os.rename(aside, place)
+    target = upper / path.strip("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(aside, target)
 
 
 def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | None = None) -> bool:
@@ -261,8 +250,18 @@ def _resolved(image: LayerView, directory: str) -> str:
         return directory
 
 
-def _at_or_below(path: str, place: str) -> bool:
-    return path == place or path.startswith(f"{place}/")
+def _at_or_below(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(f"{parent}/")
+
+
+def _reachable(upper: Path, path: str) -> Path | None:
+    """Returns the path in a layer; ``None`` if a parent is missing or a link."""
+    *parents, name = PurePosixPath(path).parts
+    for part in parents:
+        upper /= part
+        if not _is_directory(upper):
+            return None
+    return upper / name
 
 
 def _is_directory(path: Path) -> bool:
