@@ -145,7 +145,7 @@ def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: 
 
     for _ in range(min(WORKERS, slots)):
         hire()
-    said, next_kill = 0, luck.randrange(10, 60)
+    reported, next_kill = 0, luck.randrange(10, 60)
     try:
         while done < sandboxes:
             time.sleep(0.05)
@@ -161,15 +161,12 @@ def soak(image: str, sandboxes: int, slots: int, seed: int, scratch: Path, log: 
                 next_kill = done + luck.randrange(10, 60)
                 hire()
             if any(worker.poll() is not None for worker in workers):
-                raise SystemExit("a worker ended by itself; its words are above")
-            if done - said >= max(10, sandboxes // 100):
-                said = done
+                raise SystemExit("a worker ended by itself; its output is above")
+            if done - reported >= max(10, sandboxes // 100):
+                reported = done
                 rate = done / (time.monotonic() - began)
-                print(
-                    f"{done} sandboxes, {kills} workers killed, {len(errors)} errors, {rate:.1f} per s",
-                    file=log,
-                    flush=True,
-                )
+                figures = f"{done} sandboxes, {kills} workers killed, {len(errors)} errors, {rate:.1f} per s"
+                print(figures, file=log, flush=True)
     except BaseException:  # interrupted: end the workers here
         for worker in workers:
             worker.kill()

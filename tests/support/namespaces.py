@@ -33,6 +33,14 @@ def restricted(before: str, *argv: str, **environ: str) -> subprocess.CompletedP
     )
 
 
+def mount_overlay(path: Path) -> str:
+    """Returns the shell command that mounts an overlay at ``path/m``, on which the kernel mounts no other."""
+    for name in ("l", "u", "w", "m"):
+        (path / name).mkdir()
+    options = f"lowerdir={path}/l,upperdir={path}/u,workdir={path}/w,userxattr"
+    return f"mount -t overlay overlay -o {options} {path}/m"
+
+
 def fuse_overlay(device: str = "/dev/fuse") -> bool:
     """Returns whether Apptainer can use fuse-overlayfs: it is installed, and the FUSE device is open."""
     return shutil.which("fuse-overlayfs") is not None and os.access(device, os.R_OK | os.W_OK)

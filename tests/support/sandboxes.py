@@ -159,12 +159,6 @@ def started_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def in_sandbox(rootfs: str, scratch: Path) -> Callable[..., Any]:
-    """Runs ``use(sandbox)`` in a sandbox of the base image; see :func:`runs`."""
-    return runs(rootfs, scratch)
-
-
-@pytest.fixture
 def start(rootfs: str, scratch: Path) -> Start:
     return Start(rootfs, scratch)
 
@@ -180,9 +174,3 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def start_any(request: pytest.FixtureRequest, runner: str, scratch: Path) -> Start:
     """Starts sandboxes of the base image or of one that is only busybox, with either runner."""
     return Start(request.getfixturevalue(request.param), scratch)
-
-
-@pytest.fixture
-def in_any_sandbox(start_any: Start, scratch: Path) -> Callable[..., Any]:
-    """Runs ``use(sandbox)`` in a sandbox of either image; see :func:`runs`."""
-    return runs(start_any.image, scratch)

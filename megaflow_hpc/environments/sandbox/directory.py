@@ -97,7 +97,7 @@ class SandboxDirectory:
                 file.write(f"{identity}\n")
             watch.adopt(identity)
 
-        container = Container(control, on_started=started)
+        container = Container(control, started)
         clone = environment = None
         try:
             await self.layer.ready()

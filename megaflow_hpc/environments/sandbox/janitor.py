@@ -35,7 +35,8 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
         return counts
     if not is_private(scratch):
         raise SiteError(f"{scratch}: not a directory of this user's alone; others may have put something there")
-    if is_private(cache := Path(scratch) / "cache"):
+    cache = Path(scratch) / "cache"
+    if is_private(cache):
         with suppress(OSError):
             index.tidy(cache)
     if not is_private(Path(scratch) / "owners"):
@@ -73,7 +74,8 @@ def _end(sandbox: Path) -> int:
         return 0
     count = 1 + sum(1 for _ in descendants(identity.pid))
     init = namespace_init(identity.pid)  # None if this process is PID 1 itself, whose end ends all others
-    if init is not None and (first := Identity.of(init)):
+    first = Identity.of(init) if init is not None else None
+    if first is not None:
         first.kill()
     identity.kill()
     return count

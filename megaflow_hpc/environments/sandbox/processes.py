@@ -85,7 +85,7 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
         groups = {group(pid) for pid in marked} - {0, *map(group, kept)}
         sessions = {session(pid) for pid in marked} - {0, *map(session, kept)}
         marked |= {pid for pid in everyone if session(pid) in sessions or group(pid) in groups}
-        victims = [identity for pid in marked if (identity := Identity.of(pid))]
+        victims = [identity for identity in map(Identity.of, marked) if identity]
         if not victims:
             break
         killed += sum(identity.kill() for identity in victims)

@@ -24,7 +24,7 @@ from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.steps import prepare, verify
 from tests.support.harbor_tasks import write_task
-from tests.support.namespaces import CLOSED, fuse_overlay, restricted
+from tests.support.namespaces import CLOSED, fuse_overlay, mount_overlay, restricted
 from tests.support.sandboxes import Start
 
 
@@ -233,13 +233,9 @@ asyncio.run(main())
 @pytest.mark.parametrize("fuse", ["closed", "open"])
 def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, busybox_rootfs: str, fuse: str) -> None:
     """Scratch is really an overlay, which cannot hold another. With FUSE, its overlay is used instead."""
-    for name in ("l", "u", "w", "m"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
     lent = os.environ.get("MEGAFLOW_FUSE")
     device = CLOSED if fuse == "closed" else f"mount --bind {lent} /dev/fuse" if lent else ":"
-    before = f"{device} && mount -t overlay overlay -o {options} {tmp_path}/m"
-    done = restricted(before, "-c", START, str(tmp_path / "m"), busybox_rootfs)
+    done = restricted(f"{device} && {mount_overlay(tmp_path)}", "-c", START, str(tmp_path / "m"), busybox_rootfs)
     remove_tree(tmp_path / "w")
     assert done.returncode == 0, done.stderr
     writes, said, why_no_copy = json.loads(done.stdout)
@@ -252,11 +248,9 @@ def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, b
 
 
 def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
-    for name in ("l", "u", "w", "m"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
-    before = f"mount -t overlay overlay -o {options} {tmp_path}/m"
-    done = restricted(before, "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m"))
+    done = restricted(
+        mount_overlay(tmp_path), "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m")
+    )
     remove_tree(tmp_path / "w")
     findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
     if fuse_overlay():

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from megaflow_hpc.errors import ConfigError, LostError, SandboxError
 from megaflow_hpc.host.process import descendants
 from tests.support.sandboxes import Start
 from tests.support.waiting import some_at_a_time, until_async
-
-InSandbox = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

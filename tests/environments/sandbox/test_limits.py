@@ -28,7 +28,6 @@ from megaflow_hpc.types import ExecResult
 from tests.support.sandboxes import Start
 from tests.support.waiting import until_async
 
-InSandbox = Callable[..., Any]
 Look = Callable[[int], Awaitable[None]]
 
 HOG = ["python3", "-c", "import time; held = []\nwhile True: held.append(b'x' * 10_000_000); time.sleep(0.03)"]
@@ -218,12 +217,10 @@ async def test_time_that_is_used_up_ends_the_sandbox_until_its_processes_are_rep
     assert after.stdout == "verified\n"
 
 
-def test_a_sandbox_sees_and_uses_as_many_processors_as_it_may(in_sandbox: InSandbox) -> None:
-    async def use(sandbox: ApptainerSandbox) -> str:
-        return (await sandbox.exec("nproc")).stdout.strip()
-
-    assert in_sandbox(use, cpus=1) == "1"
-    assert in_sandbox(use) == str(len(os.sched_getaffinity(0)))
+async def test_a_sandbox_sees_and_uses_as_many_processors_as_it_may(start: Start) -> None:
+    limited, free = await start(cpus=1), await start()
+    assert (await limited.exec("nproc")).stdout == "1\n"
+    assert (await free.exec("nproc")).stdout == f"{len(os.sched_getaffinity(0))}\n"
 
 
 async def test_a_sandbox_goes_before_its_owner_where_the_node_runs_out_of_memory(start: Start) -> None:

@@ -18,7 +18,7 @@ from megaflow_hpc.environments.sandbox.scratch import file_system, kind_of, scra
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
-from tests.support.namespaces import fuse_overlay, restricted
+from tests.support.namespaces import fuse_overlay, mount_overlay, restricted
 
 MOUNTS = """\
 21 1 259:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -137,10 +137,7 @@ def test_a_kernel_without_network_namespaces_is_found_out(tmp_path: Path) -> Non
 
 def test_scratch_that_takes_no_overlay_is_found_out_and_copies_are_left(tmp_path: Path) -> None:
     """An overlay cannot be on an overlay. Without FUSE, sandboxes are copies of their images."""
-    for name in ("l", "u", "w", "m"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/l,upperdir={tmp_path}/u,workdir={tmp_path}/w,userxattr"
-    done = restricted(f"mount -t overlay overlay -o {options} {tmp_path}/m", "-c", PROBE, str(tmp_path / "m"))
+    done = restricted(mount_overlay(tmp_path), "-c", PROBE, str(tmp_path / "m"))
     found = probe.Site(**json.loads(done.stdout))
     remove_tree(tmp_path / "w")
     assert found.container == ""

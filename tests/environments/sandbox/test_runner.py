@@ -12,21 +12,18 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.commands import container
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host.process import descendants
 from tests.support.places import ROOT
-from tests.support.sandboxes import Start, runs
+from tests.support.sandboxes import Start
 
 OWN = re.compile(rb"(OLDPWD|SHLVL|_|MEGAFLOW_COMMAND)=")
 """Variables of the shell itself, and the mark of a command."""
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash"])
-def test_a_command_is_started_as_a_shell_would(
-    rootfs: str, scratch: Path, shell: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_command_is_started_as_a_shell_would(start: Start, shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares environment, limits, signals and exit status of both runners."""
     commands: list[tuple[Any, dict[str, Any]]] = [
         (["env"], {}),
@@ -47,20 +44,18 @@ def test_a_command_is_started_as_a_shell_would(
         f"ln -sf {shell} /bin/sh; mkdir -p /a/b /v; ln -sfn /a/b /link; echo 'echo script $*' | tee script /v/plain; "
         "chmod +x script /v/plain; touch plain"
     )
-
-    async def use(sandbox: ApptainerSandbox) -> list[tuple[int, set[bytes]]]:
-        await sandbox.exec(made)
-        await sandbox.kill_processes()
-        results = [await sandbox.exec(command, **options) for command, options in commands]
-        return [(one.exit_code, set(one.stdout_bytes.splitlines())) for one in results]
-
-    found = []
+    sandboxes = []
     for without in ("program", ""):
         monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", without)
-        found.append(runs(rootfs, scratch)(use, workdir="/w", env={"BASE": "b b"}))
-    for what, one, other in zip(commands, *found, strict=True):
-        differ = {line for line in one[1] ^ other[1] if not OWN.match(line)}
-        assert (one[0], differ) == (other[0], set()), what
+        sandbox = await start(workdir="/w", env={"BASE": "b b"})
+        await sandbox.exec(made)
+        await sandbox.kill_processes()
+        sandboxes.append(sandbox)
+    for command, options in commands:
+        by_shells, by_program = [await sandbox.exec(command, **options) for sandbox in sandboxes]
+        lines = [set(result.stdout_bytes.splitlines()) for result in (by_shells, by_program)]
+        differing = {line for line in lines[0] ^ lines[1] if not OWN.match(line)}
+        assert (by_shells.exit_code, differing) == (by_program.exit_code, set()), command
 
 
 async def test_each_command_has_its_own_session_and_no_terminal(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

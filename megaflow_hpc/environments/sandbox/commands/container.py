@@ -59,7 +59,7 @@ ENDED_FROM_WITHIN = b"gone"
 class Container:
     """One container, from :meth:`start` to :meth:`kill`. It belongs to the event loop that started it."""
 
-    def __init__(self, control: str, *, on_started: Callable[[Identity], None] | None = None) -> None:
+    def __init__(self, control: str, on_started: Callable[[Identity], None]) -> None:
         self.control = control
         self.init: Identity | None = None
         """The container's PID 1 on the host."""
@@ -91,7 +91,7 @@ class Container:
 
     # --- life ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> None:
+    def prepare(self, env: Mapping[str, str], as_root: bool, workdir: str | None, settings: str) -> None:
         """Writes the files that PID 1 reads.
 
         Args:
@@ -134,7 +134,7 @@ class Container:
         self._stderr_pipe, errors = _terminal()
         try:
             if clone is not None:
-                self._process = await clone(errors, self._on_started or (lambda _: None))
+                self._process = await clone(errors, self._on_started)
                 self.init = Identity.of(self._process.pid)
             else:
                 pipe = subprocess.PIPE
@@ -154,7 +154,8 @@ class Container:
         loop.add_reader(answers, self._read_answers, answers)
         loop.add_reader(self._stderr_pipe, self._read_stderr, self._stderr_pipe)
         try:
-            if clone is None and self._on_started and (identity := Identity.of(self._process.pid)):
+            identity = Identity.of(self._process.pid)
+            if clone is None and identity is not None:
                 self._on_started(identity)
             await asyncio.wait_for(self._ready, timeout_s)
         except TimeoutError:
