@@ -40,7 +40,7 @@ PROBE_S = 20.0
 
 @dataclass(frozen=True)
 class Site:
-    """What a node can do. A text that explains why something is impossible is empty if it is possible."""
+    """Capabilities of a node. A text that explains why something is impossible is empty if it is possible."""
 
     apptainer: str
     version: str

@@ -169,7 +169,7 @@ def _close(pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
 
 
 def read_available(descriptor: int) -> bytes | None:
-    """Returns available bytes, at most :data:`READ_SIZE`; ``None`` if there are none yet; ``b""`` at the end."""
+    """Returns available bytes, at most :data:`READ_SIZE`; ``None`` if nothing is available yet; ``b""`` at the end."""
     try:
         return os.read(descriptor, READ_SIZE)
     except BlockingIOError:
