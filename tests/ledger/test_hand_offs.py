@@ -167,7 +167,7 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     for name, samples in groupby(claimed.rollouts, key=lambda rollout: rollout.group_id):
         group = list(samples)
         later = groups.admit(name, "oracle", [rollout.id for rollout in group])
-        scheduler.add(Work(rollout, 0, 0, later=rollout.id in later) for rollout in group)
+        scheduler.add(Work(rollout, 0, 0, deferred=rollout.id in later) for rollout in group)
     scheduler.workers.join(1, 3)
     for _, work in iter(scheduler.next, None):  # two of the first group, one of the second
         groups.started(work.rollout.group_id, work.rollout.id)

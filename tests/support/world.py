@@ -21,12 +21,11 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.mpi import mpiexec
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import Times
-from megaflow_hpc.pod.comm import Backoff, Comm, MpiComm
+from megaflow_hpc.pod.comm import BEAT, Backoff, Comm, MpiComm
 from megaflow_hpc.pod.master import coordination, ranks, results, run_io
 from megaflow_hpc.pod.master import drain as drain_rules
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.walltime import Walltime
-from megaflow_hpc.pod.messages import BEAT
+from megaflow_hpc.pod.master.pod import Walltime
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.worker import MASTER_LOST_S
 from megaflow_hpc.rundir.layout import RunDir
@@ -115,9 +114,9 @@ class Player:
             self.slow[rollout.id] = start
             return []
         if behaviour == "cut" and start["attempt"] < 2:
-            return [self.result(start, "cancelled", partial=f"kept.{start['attempt']}")]
+            return [self.result(start, "cancelled", checkpoint=f"kept.{start['attempt']}")]
         if behaviour == "cut":
-            return [self.result(start, "completed", reward=float(start["partial"] == "kept.1"))]
+            return [self.result(start, "completed", reward=float(start["checkpoint"] == "kept.1"))]
         reward = {"mixed": float(rollout.sample_index % 2), "solved": 1.0}.get(behaviour, 0.0)
         return [self.result(start, "completed", reward=reward)]
 
@@ -127,7 +126,7 @@ class Player:
         status: str,
         cause: str = "",
         reward: float | None = None,
-        partial: str = "",
+        checkpoint: str = "",
         text: str = "",
     ) -> dict[str, Any]:
         rollout = Rollout(**start["rollout"])
@@ -135,13 +134,15 @@ class Player:
             rollout,
             start["attempt"],
             status,
-            error_kind="walltime" if partial else KINDS.get(cause, cause),
+            error_kind="walltime" if checkpoint else KINDS.get(cause, cause),
             error=cause,
             reward=reward,
             started_at=time.time() - 0.01,
             messages=[{"role": "user", "content": text}],
         )
-        return Outcome.of(trajectory, [Attempt(**before) for before in start["attempts"]], cause, partial).to_message()
+        return Outcome.of(
+            trajectory, [Attempt(**before) for before in start["attempts"]], cause, checkpoint
+        ).to_message()
 
 
 def follow(comm: MpiComm, run: RunDir) -> None:

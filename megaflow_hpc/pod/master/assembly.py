@@ -25,8 +25,7 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.pod import Pod
-from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.pod.master.pod import Pod, Walltime
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE

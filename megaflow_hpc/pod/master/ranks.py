@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from megaflow_hpc.host.wire import Message
-from megaflow_hpc.pod.comm import BEAT_S, Comm
-from megaflow_hpc.pod.messages import BEAT, STOP
+from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Comm
 
 LOST_S = 30.0
 JOIN_S = 120.0
@@ -24,7 +23,7 @@ class Ranks:
     def __init__(self, comm: Comm, clock: Callable[[], float] = time.monotonic) -> None:
         self._comm, self._clock = comm, clock
         self._began = clock()
-        self._beaten = -BEAT_S
+        self._beaten_at = -BEAT_S
         self.heard: dict[int, float] = {}
         self.awaited = set(range(1, comm.size))
         """Ranks that got ``init`` and are not ready."""
@@ -70,8 +69,8 @@ class Ranks:
 
     def beat(self) -> None:
         """Sends every rank a heartbeat when that is due."""
-        if self._clock() - self._beaten >= BEAT_S:
-            self._beaten = self._clock()
+        if self._clock() - self._beaten_at >= BEAT_S:
+            self._beaten_at = self._clock()
             for rank in [*self.all, *self._engines]:
                 self._comm.send(rank, BEAT)
 
