@@ -18,7 +18,7 @@ from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.resume import ask_for, mark_gone, repeat
 from megaflow_hpc.campaign.tally import job_uses, recount, seen, usage
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.extras import require_running
+from megaflow_hpc.resources import require_running
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
 from megaflow_hpc.monitor.engines import pool_warnings

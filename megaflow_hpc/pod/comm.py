@@ -30,7 +30,7 @@ BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
 """Each is sent as a parcel of its own, so that a rank recognizes it without unpacking."""
 TAG = 77
 SWEEP = 1024
-"""Parcels in flight from which on all of them are tested, not only the oldest."""
+"""Number of parcels in flight above which all of them are tested, not only the oldest."""
 BEAT_S = 5.0
 """Interval at which each side sends a heartbeat."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08

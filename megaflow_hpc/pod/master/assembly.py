@@ -73,7 +73,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     """Runs rank 0 from its lease to its last word, which is returned and left for the supervisor.
 
     Raises:
-        MegaflowError: the pod cannot go on.
+        MegaflowError: the pod cannot continue.
     """
     planned = read_run(run)
     check_version(planned, run)

@@ -48,7 +48,7 @@ class Preemption:
         """Name of this rank's directory in ``folder``, the same in every start of the rank."""
         self._quota: CheckpointQuota | None = None
         self.preempted = False
-        """Whether Slurm has signalled every process of the step. What ends from now on may have ended for that."""
+        """Slurm has signalled every process of the step, so whatever ends from now on may not have failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
         """Running rollouts whose agents can be resumed."""
@@ -139,7 +139,7 @@ class Preemption:
             raise SandboxError(f"its files take more than {self._max_bytes} bytes")
 
     async def load(self, name: str) -> Checkpoint | None:
-        """Reads a checkpoint. ``None`` if there is none, or it is damaged."""
+        """Reads a checkpoint. ``None`` if it is missing or damaged."""
         if not name or self.folder is None:
             return None
         try:
