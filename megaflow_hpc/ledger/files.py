@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
 from megaflow_hpc.host.atomic import file_mode, make_directory, to_json, write_json
-from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -37,6 +35,7 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
+from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 
 MAX_STALE_TRIES = 5
@@ -143,14 +142,9 @@ class Files:
 
     def _read(self, call: Read) -> dict[str, Any] | None:
         try:
-            content = json.loads(read_regular(self._root / call.path))
+            return read_json(self._root / call.path, dict[str, Any])
         except FileNotFoundError:
             return None
-        except RecursionError:
-            raise ValueError(f"{self._root / call.path}: nested too deeply") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{self._root / call.path}: not a JSON object")
-        return content
 
     def _there(self, call: There) -> bool:
         try:
