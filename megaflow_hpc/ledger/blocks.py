@@ -21,7 +21,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import msgspec
@@ -183,20 +183,21 @@ def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[
         raise LedgerError(
             f"token {token}: {record['rollouts']} other rollouts were added with it; give each batch a token of its own"
         )
-    ends = [sum(record["cut"][:n]) for n in range(len(record["cut"]) + 1)]
+    remaining = iter(rollouts)
+    parts = [list(islice(remaining, size)) for size in record["cut"]]
     placed: list[int] = []
-    for turn in count(1):
-        first = int(record["first"]) - len(placed)
-        for number in range(len(placed), len(ends) - 1):
-            part = rollouts[ends[number] : ends[number + 1]]
-            content = {"rollouts": [rollout.to_dict() for rollout in part], "added": [token, number]}
-            if not (yield from _place(first + number, content, f"{private}.{number}.{turn}")):
+    turn = 0
+    while True:
+        turn += 1
+        offset = int(record["first"]) - len(placed)
+        for n in range(len(placed), len(parts)):
+            content = {"rollouts": [rollout.to_dict() for rollout in parts[n]], "added": [token, n]}
+            if not (yield from _place(offset + n, content, f"{private}.{n}.{turn}")):
                 break
-            placed.append(first + number)
-        if len(placed) == len(ends) - 1:
-            break
+            placed.append(offset + n)
+        else:
+            return placed
         record = yield from _agree(token, turn, {}, private)
-    return placed
 
 
 def digest(rollouts: Sequence[Rollout]) -> str:

@@ -29,7 +29,8 @@ def earlier(start: str, than: str) -> bool:
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
     """Returns (block, epoch) of names like ``000012.3``."""
-    return {(int(block), int(epoch)) for block, _, epoch in (name.partition(".") for name in names)}
+    split = (name.split(".") for name in names)
+    return {(int(block), int(epoch)) for block, epoch in split}
 
 
 def latest(names: Iterable[str]) -> dict[int, int]:
@@ -47,7 +48,11 @@ def done_path(block: int, epoch: int, given: int) -> str:
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
     """Returns the done blocks, each with the number of blocks handed off from it. Old marks have no epoch."""
-    return {int(block): int(rest.rpartition(".")[2] or 0) for block, _, rest in (name.partition(".") for name in names)}
+    done = {}
+    for name in names:
+        block, *rest = name.split(".")
+        done[int(block)] = int(rest[-1]) if rest else 0
+    return done
 
 
 def ends(names: Iterable[str]) -> set[tuple[int, int]]:

@@ -209,8 +209,8 @@ def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, A
 def _error(events: Path, pod: str, rollout: str, t: float) -> str:
     """Looks up an error that the pod's summary has left out. Cached, because this reads all events of the pod."""
     reader: EventReader[RolloutEvent] = EventReader(events, "rollout", rollout)
-    for _, found in reader.read([pod]):
-        for event in found:
+    for _, its_events in reader.read([pod]):
+        for event in its_events:
             if isinstance(event, RolloutEvent) and event.t == t:
                 return event.error
     return ""

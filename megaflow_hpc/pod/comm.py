@@ -29,8 +29,6 @@ from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
 """Each is sent as a parcel of its own, so that a rank recognizes it without unpacking."""
 TAG = 77
-SWEEP = 1024
-"""Number of parcels in flight above which all of them are tested, not only the oldest."""
 BEAT_S = 5.0
 """Interval at which each side sends a heartbeat."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
@@ -134,13 +132,12 @@ class MpiComm:
         """Lost ranks that :meth:`poll_parcel` has not returned yet."""
         self._queued: dict[int, list[bytes]] = {}
         """Rank → messages of its next parcel."""
-        self._outgoing: deque[tuple[Any, bytes, int]] = deque()
+        self._outgoing: list[tuple[Any, bytes, int]] = []
         """Parcels in flight: request, data, receiver."""
         self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
         """Rank → parcels that have arrived in part, in the order in which they were sent."""
         self._incoming: deque[tuple[int, Message]] = deque()
         self._pack = packer()
-        self._sweep_at = SWEEP
         self._reported_error = False
         self._world.Barrier()
         check_shared_memory()
@@ -167,11 +164,7 @@ class MpiComm:
             else:
                 self._outgoing.append((request, data, rank))
         self._queued.clear()
-        while self._outgoing and self._is_sent(self._outgoing[0]):
-            self._outgoing.popleft()
-        if len(self._outgoing) > self._sweep_at:  # a parcel to a dead rank may block the sent ones behind it
-            self._sweep()
-            self._sweep_at = 2 * len(self._outgoing) + SWEEP
+        self._forget_sent()
 
     def poll(self) -> tuple[int, Message] | None:
         if not self._incoming:
@@ -244,7 +237,7 @@ class MpiComm:
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
-            self._sweep()
+            self._forget_sent()
             time.sleep(0.001)
 
     def leave(self, seconds: int = 0) -> None:
@@ -258,8 +251,8 @@ class MpiComm:
             self._mpi.Finalize()
             signal.alarm(0)
 
-    def _sweep(self) -> None:
-        self._outgoing = deque(parcel for parcel in self._outgoing if not self._is_sent(parcel))
+    def _forget_sent(self) -> None:
+        self._outgoing = [parcel for parcel in self._outgoing if not self._is_sent(parcel)]
 
     def _is_sent(self, parcel: tuple[Any, bytes, int]) -> bool:
         """Tells whether a parcel is sent, or cannot be sent any more."""

@@ -1,9 +1,9 @@
-"""Operations on the metadata of a run directory, counted by strace: what a parallel file system's server feels.
+"""Counts metadata operations on a run directory with strace: the load on the server of a parallel file system.
 
-A real pod of empty rollouts is run twice, with few and with many: the difference is what rollouts cost, by way of their
-blocks. What time costs, the lease and the look for hungry pods, is counted by doing each many times. Counted are system
-calls on paths under the run directory that open, create, link, rename, remove or look at a file or a directory, and
-readings of directories; not what is done to an open file.
+A real pod runs empty rollouts twice, few and many. The difference is the cost of rollouts, by way of their blocks. The
+cost of time (the lease, and looking for work requests) is counted by repeating each call. Counted are system calls on
+paths under the run directory that open, create, link, rename, remove or stat a file or directory, and that list a
+directory. Calls on an open file are not counted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -31,13 +31,14 @@ from tests.support.waiting import until
 
 
 class Pod:
-    """What of a pod touches the run directory, a turn at a time, and the loop's side of it."""
+    """A pod's I/O thread, a turn at a time, and the loop's side of it."""
 
-    def __init__(self, run: RunDir, name: str, ahead: int = 0) -> None:
+    def __init__(self, run: RunDir, name: str, ahead: int = 0, tasks: Mapping[str, PlannedTask] | None = None) -> None:
+        tasks = AnyTasks() if tasks is None else tasks
         self.ledger = Ledger(run, PodIdentity(name, "0"))
         self.ledger.register()
         events = EventWriter(run.event_file(name, "0"))
-        self.blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), AnyTasks(), ahead)
+        self.blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), tasks, ahead)
         journal, budget = JournalWriter(run.journal_file(name, "0")), CampaignBudget(run, {})
         self.thread = RunIoThread(run, journal, self.ledger, self.blocks, events, Endpoints(run, {}), budget)
         self.io = RunIo(self.thread)
@@ -48,24 +49,22 @@ class Pod:
         self.thread.turn()
         return [report.slots for report in self.io.collect() if isinstance(report, WorkRequested)]
 
-    def claim(self) -> ClaimedBlock | None:
-        return self.blocks.claim()
+    def claim(self) -> ClaimedBlock:
+        claimed = self.blocks.claim()
+        assert claimed is not None
+        return claimed
 
 
 def test_what_waits_is_spread_over_all_slots() -> None:
-    assert [rollouts_for(1, 8, 1), rollouts_for(100, 8, 8), rollouts_for(9, 1, 2), rollouts_for(0, 8, 8)] == [
-        1,
-        50,
-        6,
-        0,
-    ]
+    assert (rollouts_for(1, 8, 1), rollouts_for(100, 8, 8)) == (1, 50)
+    assert (rollouts_for(9, 1, 2), rollouts_for(0, 8, 8)) == (6, 0)
 
 
 def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_the_last(run: RunDir) -> None:
     write_blocks(run, rollouts(3, samples=2), size=100)
     giver, taker = Pod(run, "a"), Pod(run, "b")
-    assert giver.claim() is not None
-    assert taker.claim() is None
+    giver.claim()
+    assert taker.blocks.claim() is None
     taker.turn()
     assert taker.io.state.seen.others
     taker.io.requests.request_work = 3
@@ -82,7 +81,7 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
         giver.blocks.settled(0, rollout.id)
     assert len(giver.blocks) == 0
     assert not giver.ledger.finished
-    while (claimed := taker.claim()) is not None:
+    while (claimed := taker.blocks.claim()) is not None:
         for rollout in claimed.rollouts:
             taker.blocks.settled(claimed.claim.block, rollout.id)
     assert taker.ledger.finished
@@ -91,26 +90,25 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
 def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: RunDir) -> None:
     write_blocks(run, rollouts(30), size=1)
     one, other = (Pod(run, name, ahead=4) for name in "ab")
-    first, second = one.claim(), other.claim()
-    assert first is not None
-    assert second is not None
-    assert len(first.upcoming) == len(second.upcoming) == 4
-    assert not {planned.task["id"] for planned in first.upcoming} & {planned.task["id"] for planned in second.upcoming}
-    before = first
+    before, others = one.claim(), other.claim()
+    assert len(before.upcoming) == len(others.upcoming) == 4
+    assert not {planned.task["id"] for planned in before.upcoming} & {planned.task["id"] for planned in others.upcoming}
     for _ in range(4):
         claimed = one.claim()
-        assert claimed is not None
         assert [rollout.task_id for rollout in claimed.rollouts] == [before.upcoming[0].task["id"]]
         assert len(claimed.upcoming) == 4
         before = claimed
-    blind = Pod(run, "c").claim()
-    assert blind is not None
-    assert blind.upcoming == ()
+    assert Pod(run, "c").claim().upcoming == ()
+
+
+def test_a_pod_does_not_look_beyond_large_blocks(run: RunDir) -> None:
+    write_blocks(run, rollouts(60), size=20)
+    assert Pod(run, "a", ahead=4).claim().upcoming == ()
 
 
 def test_a_claim_stands_where_what_comes_next_cannot_be_read(run: RunDir) -> None:
     class Away(AnyTasks):
-        """The file of tasks cannot be read but for the first that is asked for."""
+        """Tasks of which only the first can be read."""
 
         def __missing__(self, task: str) -> PlannedTask:
             if self:
@@ -119,41 +117,30 @@ def test_a_claim_stands_where_what_comes_next_cannot_be_read(run: RunDir) -> Non
             return self[task]
 
     write_blocks(run, rollouts(30), size=1)
-    ledger = Ledger(run, PodIdentity("a", "0"))
-    ledger.register()
-    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file("a", "0")), StoredRollouts(run), Away(), ahead=4)
-    claimed = blocks.claim()
-    assert claimed is not None
+    pod = Pod(run, "a", ahead=4, tasks=Away())
+    claimed = pod.claim()
     assert (len(claimed.rollouts), claimed.upcoming) == (1, ())
-    assert len(blocks) == 1
-
-
-def test_a_pod_does_not_look_beyond_large_blocks(run: RunDir) -> None:
-    write_blocks(run, rollouts(60), size=20)
-    claimed = Pod(run, "a", ahead=4).claim()
-    assert claimed is not None
-    assert claimed.upcoming == ()
+    assert len(pod.blocks) == 1
 
 
 def test_who_takes_a_block_over_leaves_out_what_was_given(run: RunDir) -> None:
     write_blocks(run, rollouts(3), size=100)
     giver, taker = Pod(run, "a"), Pod(run, "b")
-    assert giver.claim() is not None
+    giver.claim()
     giver.blocks.hand_off([(0, rollout) for rollout in rollouts(3)[1:]], each=100)
     Ledger(run).mark_gone("a.0")
     claims = [taker.claim(), taker.claim()]
-    ran = {each.claim.block: [rollout.id for rollout in each.rollouts] for each in claims if each}
+    ran = {each.claim.block: [rollout.id for rollout in each.rollouts] for each in claims}
     assert ran == {0: ["t000/oracle/0"], 1_000_000: ["t001/oracle/0", "t002/oracle/0"]}
 
 
 def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
     write_blocks(run, rollouts(3), size=100)
     first, second = Pod(run, "a"), Pod(run, "b")
-    assert first.claim() is not None
+    first.claim()
     first.blocks.settled(0, "t001/oracle/0")
     first.blocks.release(0)
     claimed = second.claim()
-    assert claimed is not None
     assert claimed.claim == Claim(0, 1)
     assert [rollout.task_id for rollout in claimed.rollouts] == ["t000", "t002"]
 
@@ -162,16 +149,15 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     write_blocks(run, rollouts(4, samples=4), size=100)
     giver, taker = Pod(run, "a"), Pod(run, "b")
     claimed = giver.claim()
-    assert claimed is not None
     groups, scheduler = Groups(GroupRules(signal_after=2)), Scheduler()
     for name, samples in groupby(claimed.rollouts, key=lambda rollout: rollout.group_id):
         group = list(samples)
-        later = groups.admit(name, "oracle", [rollout.id for rollout in group])
-        scheduler.add(Work(rollout, 0, 0, deferred=rollout.id in later) for rollout in group)
+        deferred = groups.admit(name, "oracle", [rollout.id for rollout in group])
+        scheduler.add(Work(rollout, 0, 0, deferred=rollout.id in deferred) for rollout in group)
     scheduler.workers.join(1, 3)
     for _, work in iter(scheduler.next, None):  # two of the first group, one of the second
         groups.started(work.rollout.group_id, work.rollout.id)
-    assert taker.claim() is None
+    assert taker.blocks.claim() is None
     taker.io.requests.request_work = 30
     taker.turn()
     giver.turn()
@@ -192,7 +178,7 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
 def test_a_pod_that_finds_nothing_to_claim_gets_what_the_other_has_not_started(
     make_campaign: Callable[..., Path],
 ) -> None:
-    """Two real pods and one block: without giving back, one of them would leave with nothing done."""
+    """Two real pods and one block. Without hand-offs, one pod would leave with nothing done."""
     extra = "samples: 2\nscheduling: {signal_after: 2}\nslurm: {pods: {slots_per_rank: 2}}\n"
     path = make_campaign(6, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
     run = Campaign.from_yaml(path).plan(launcher="local")

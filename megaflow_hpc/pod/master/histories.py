@@ -65,7 +65,7 @@ class Histories:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._seen: set[str] = set()
-        self._told: dict[str, History] = {}
+        self._written: dict[str, History] = {}
         """Rollout → its longest history in the files."""
         self._failures: EventReader[Summary] = EventReader(run.events, only="attempt", begin=summary.begin)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
@@ -88,7 +88,7 @@ class Histories:
                 histories = {}
             self._seen.add(name)
             for rollout, history in histories.items():
-                self._told[rollout] = history.later(self._told.get(rollout))
+                self._written[rollout] = history.later(self._written.get(rollout))
 
     def look_at_events(self, pods: Collection[str]) -> None:
         """Reads the failed attempts in the events of these starts of pods, which were killed."""
@@ -106,15 +106,15 @@ class Histories:
 
     def take(self, rollout_id: str) -> History | None:
         """Returns the history of a rollout once. The caller owns it."""
-        told = self._told.pop(rollout_id, None)
+        written = self._written.pop(rollout_id, None)
         failed = self._failed.pop(rollout_id, {})
         if not failed:
-            return told
+            return written
         history = History()
         for _, (cause, attempt) in sorted(failed.items()):
             history.causes.append(cause)
             history.attempts.append(attempt)
-        return told.later(history) if told else history
+        return written.later(history) if written else history
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:

@@ -141,8 +141,15 @@ class Results:
         Args:
             kind: ``error_kind`` of the trajectory.
         """
-        known = {"error_kind": kind, "error": error, "job_id": self._pod.job_id, "epoch": work.epoch}
-        trajectory = Trajectory.begin(work.rollout, work.attempt, status, **known)
+        trajectory = Trajectory.begin(
+            work.rollout,
+            work.attempt,
+            status,
+            error_kind=kind,
+            error=error,
+            job_id=self._pod.job_id,
+            epoch=work.epoch,
+        )
         return Outcome.of(trajectory, self.attempts(work.rollout.id))
 
     # --- consequences ---

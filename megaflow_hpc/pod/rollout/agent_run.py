@@ -176,8 +176,9 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if result.exit_code or result.error:
         trajectory.error_kind = "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
-    # Use the agent's own messages only if the gateway recorded none.
-    messages, parents = (recording.messages, recording.parents) if recording.messages else (result.messages, [])
+    messages, parents = recording.messages, recording.parents
+    if not messages:
+        messages, parents = result.messages, []
     first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0

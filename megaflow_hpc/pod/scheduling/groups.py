@@ -66,7 +66,7 @@ class Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def admit(self, group: str, policy: str, rollouts: Sequence[str], rewarded: int = 0) -> set[str]:
+    def admit(self, name: str, policy: str, rollouts: Sequence[str], rewarded: int = 0) -> set[str]:
         """Adds samples of a group that are about to be queued. Returns those that are deferred.
 
         Args:
@@ -74,73 +74,73 @@ class Groups:
         """
         if self._rules.idle:
             return set()
-        known = self._groups.setdefault(group, _Group())
-        known.wanted = max(0, self._rules.wanted.get(policy, 0) - rewarded)
-        known.incomplete |= rewarded > 0
-        known.waiting += rollouts
+        group = self._groups.setdefault(name, _Group())
+        group.wanted = max(0, self._rules.wanted.get(policy, 0) - rewarded)
+        group.incomplete |= rewarded > 0
+        group.waiting += rollouts
         first = self._rules.signal_after
-        return set(known.waiting[first:]) & set(rollouts) if first else set()
+        return set(group.waiting[first:]) & set(rollouts) if first else set()
 
-    def started(self, group: str, rollout: str) -> None:
+    def started(self, name: str, rollout: str) -> None:
         """Records that a waiting sample runs."""
-        known = self._groups.get(group)
-        if known is not None and rollout in known.waiting:
-            known.waiting.remove(rollout)
-            known.running.add(rollout)
+        group = self._groups.get(name)
+        if group is not None and rollout in group.waiting:
+            group.waiting.remove(rollout)
+            group.running.add(rollout)
 
-    def hand_off(self, group: str, rollouts: Collection[str]) -> bool:
+    def hand_off(self, name: str, rollouts: Collection[str]) -> bool:
         """Forgets a group that goes to another pod. Returns False if this pod must keep it.
 
         Args:
             rollouts: samples that are queued and were not tried. They must be the whole group, because the other pod
                 counts missing samples as rewarded.
         """
-        known = self._groups.get(group)
-        if known is None:
+        group = self._groups.get(name)
+        if group is None:
             return self._rules.idle
-        if known.running or known.rewards or known.incomplete or set(known.waiting) != set(rollouts):
+        if group.running or group.rewards or group.incomplete or set(group.waiting) != set(rollouts):
             return False
-        del self._groups[group]
+        del self._groups[name]
         return True
 
-    def requeued(self, group: str, rollout: str) -> None:
+    def requeued(self, name: str, rollout: str) -> None:
         """Records that a sample waits for another attempt."""
-        known = self._groups.get(group)
-        if known is not None:
-            known.running.discard(rollout)
-            known.waiting.insert(0, rollout)
+        group = self._groups.get(name)
+        if group is not None:
+            group.running.discard(rollout)
+            group.waiting.insert(0, rollout)
 
-    def ended(self, group: str, rollout: str, reward: float | None) -> GroupStep:
+    def ended(self, name: str, rollout: str, reward: float | None) -> GroupStep:
         """Records that a sample has ended for good. Returns the consequences for the others.
 
         Args:
             reward: ``None`` if it has none.
         """
-        known = self._groups.get(group)
-        if known is None:
+        group = self._groups.get(name)
+        if group is None:
             return NOTHING_TO_DO
-        known.running.discard(rollout)
-        if rollout in known.waiting:
-            known.waiting.remove(rollout)
-        known.incomplete = True
+        group.running.discard(rollout)
+        if rollout in group.waiting:
+            group.waiting.remove(rollout)
+        group.incomplete = True
         if reward is not None:
-            known.rewards.append(reward)
-        step = self._step(known)
-        if not (known.waiting or known.running):
-            del self._groups[group]
+            group.rewards.append(reward)
+        step = self._step(group)
+        if not (group.waiting or group.running):
+            del self._groups[name]
         return step
 
-    def _step(self, known: _Group) -> GroupStep:
-        rewards = known.rewards
-        if known.wanted and len(rewards) >= known.wanted:
-            unneeded = [*known.waiting, *sorted(known.running)]
-            known.waiting, known.running = [], set()
-            return GroupStep(cancel=unneeded, why=f"its group has the {known.wanted} rewards that were asked for")
+    def _step(self, group: _Group) -> GroupStep:
+        rewards = group.rewards
+        if group.wanted and len(rewards) >= group.wanted:
+            unneeded = [*group.waiting, *sorted(group.running)]
+            group.waiting, group.running = [], set()
+            return GroupStep(cancel=unneeded, why=f"its group has the {group.wanted} rewards that were asked for")
         after = self._rules.signal_after
-        if not after or len(rewards) < after or known.has_signal:
+        if not after or len(rewards) < after or group.has_signal:
             return NOTHING_TO_DO
         if len(set(rewards)) > 1:
-            known.has_signal = True
-            return GroupStep(promote=list(known.waiting))
-        unneeded, known.waiting = known.waiting, []
+            group.has_signal = True
+            return GroupStep(promote=list(group.waiting))
+        unneeded, group.waiting = group.waiting, []
         return GroupStep(cancel=unneeded, why=f"its group has {len(rewards)} rewards and all are {rewards[0]:g}")
