@@ -5,7 +5,7 @@
 - *Rename.* A repeated rename finds nothing to rename. The file is published once more.
 - *Stale handles.* The file is opened again.
 - *Outages.* The error says nothing about the file. Each call waits until the file system is back, so no operation is
-  left half known. The beginning and the end of an outage are reported once.
+  left half known.
 - *Full disks and quotas.* The caller decides. The pod keeps its lease, which needs no space, and tries again.
 """
 
@@ -63,19 +63,10 @@ def boot_clock() -> float:
 
 
 class Files:
-    """Carries out the ledger's calls on one run directory.
+    """Carries out the ledger's calls on one run directory."""
 
-    Args:
-        say: reports a line of text when the file system goes away, and when it is back.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        clock: Callable[[], float] = boot_clock,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._root, self.clock, self.say = run.path, clock, say
+    def __init__(self, run: RunDir, clock: Callable[[], float] = boot_clock) -> None:
+        self._root, self.clock = run.path, clock
         self.journal_length: Callable[[str], int] = lambda owner: 0
         """Bytes of whole records in the journal of a ``<pod>.<start>``."""
         self._rewritten: dict[str, BinaryIO] = {}
@@ -103,25 +94,17 @@ class Files:
         """
         if isinstance(call, Do):
             return self._do(call)  # the journal handles its own errors
-        stale, away = 0, 0.0
+        stale_tries, began = 0, time.monotonic()
         while True:
             try:
-                answer = getattr(self, f"_{type(call).__name__.lower()}")(call)
+                return getattr(self, f"_{type(call).__name__.lower()}")(call)
             except OSError as error:
-                now = time.monotonic()
-                if stale < MAX_STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
-                    stale += 1
+                if stale_tries < MAX_STALE_TRIES and (error.errno == errno.ESTALE or _repeated(error, call)):
+                    stale_tries += 1
                     continue
-                if not passing(error) or (away and now - away > GIVE_UP_S):
+                if not passing(error) or time.monotonic() - began > GIVE_UP_S:
                     raise
-                if not away:
-                    away = now
-                    self.say(f"the run directory does not answer ({error}); waiting for it")
                 time.sleep(RETRY_S)
-            else:
-                if away:
-                    self.say(f"the run directory is back after {time.monotonic() - away:.0f} s")
-                return answer
 
     # --- one method per call ---
 

@@ -119,5 +119,5 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         scheduling=config.scheduling,
         learned=planned.learned,
         room=room_per_rank(config.slurm.pods),
-        walltime=Walltime.of(),
+        walltime=Walltime.of_job(),
     )

@@ -40,15 +40,15 @@ class Walltime:
     """When rollouts must have ended, by the monotonic clock."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> Walltime:
+    def of_job(cls) -> Walltime:
         """Reads ``MEGAFLOW_END`` (seconds UTC; missing or empty: no limit), which ``pods.sh`` sets."""
         try:
-            left = float(environment.get("MEGAFLOW_END", "")) - time.time() - MARGIN_S
+            left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - MARGIN_S
         except ValueError:
             return cls()
-        if left <= 0:
+        if left_s <= 0:
             return cls()  # invalid, or the pod is about to be warned anyway
-        return cls(left, time.monotonic() + left)
+        return cls(left_s, time.monotonic() + left_s)
 
     @property
     def remaining_s(self) -> float:
