@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
-from megaflow_hpc.host.atomic import file_mode, make_directory, to_json, write_json
+from megaflow_hpc.host.atomic import file_mode, to_json, write_json
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -154,11 +154,12 @@ class Files:
 
     def _touch(self, call: TouchCall) -> None:
         path = self._root / call.path
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _mark(path)
-        except FileNotFoundError:  # runs of earlier versions lack some directories
-            make_directory(path.parent)
-            _mark(path)
+            if (mode := file_mode(path.parent)) != 0o600:
+                os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
 
     def _remove(self, call: Remove) -> None:
         (self._root / call.path).unlink(missing_ok=True)
@@ -225,15 +226,6 @@ class Operation(Generic[T]):
             self.result = stop.value
             return True
         return False
-
-
-def _mark(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if (mode := file_mode(path.parent)) != 0o600:
-            os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
 
 
 def _repeated(error: OSError, call: Call) -> bool:

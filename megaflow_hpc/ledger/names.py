@@ -29,8 +29,8 @@ def earlier(start: str, than: str) -> bool:
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
     """Returns (block, epoch) of names like ``000012.3``."""
-    split = (name.split(".") for name in names)
-    return {(int(block), int(epoch)) for block, epoch in split}
+    parts = (name.split(".") for name in names)
+    return {(int(block), int(epoch)) for block, epoch in parts}
 
 
 def latest(names: Iterable[str]) -> dict[int, int]:
@@ -47,18 +47,15 @@ def done_path(block: int, epoch: int, given: int) -> str:
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns the done blocks, each with the number of blocks handed off from it. Old marks have no epoch."""
-    done = {}
-    for name in names:
-        block, *rest = name.split(".")
-        done[int(block)] = int(rest[-1]) if rest else 0
-    return done
+    """Returns the done blocks, each with the number of blocks handed off from it."""
+    marks = (name.split(".") for name in names)
+    return {int(block): int(given) for block, _, given in marks}
 
 
 def ends(names: Iterable[str]) -> set[tuple[int, int]]:
     """Returns (block, epoch) of the claims that ended a block, by the done marks."""
-    parts = (name.split(".") for name in names)
-    return {(int(each[0]), int(each[1])) for each in parts if len(each) == 3}
+    marks = (name.split(".") for name in names)
+    return {(int(block), int(epoch)) for block, epoch, _ in marks}
 
 
 def block_numbers(names: Iterable[str]) -> list[int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.mpi import mpiexec
-from tests.bench import dispatch_peers, metadata
+from tests.bench import dispatch_peers
 from tests.bench.arguments import above_zero, add_count
 from tests.bench.command import main
 from tests.bench.figures import Figure, median, multiple, quantile
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     add_count(parser, "--rollouts", 100_000, "rollouts of the pod, or of each simulated campaign")
     add_count(parser, "--ranks", 2, "worker ranks of the real pod")
-    parser.add_argument("--metadata", action="store_true", help="count the pod's operations on metadata, by strace")
     parser.add_argument("--simulate", action="store_true", help="run campaigns in virtual time; nothing is started")
     add_count(parser, "--slots", 10_000, "simulated: slots of all pods")
     add_count(parser, "--pods", 64, "simulated: pods")
@@ -49,8 +48,6 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
     """Measures a real pod, or a campaign's shape in virtual time with ``--simulate``."""
     if arguments.simulate:
         return simulated(arguments, note)
-    if arguments.metadata:
-        return list(metadata.figures(arguments.ranks, note))
     nearest = dispatch_peers.futures if arguments.peers else None
     figures = real(arguments.rollouts, arguments.ranks, note, nearest)
     for name, version, per_s in dispatch_peers.measure(arguments.ranks, note) if arguments.peers else ():

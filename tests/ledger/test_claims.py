@@ -221,14 +221,6 @@ def test_a_done_block_whose_mark_was_not_written_is_marked_by_whoever_looks(run:
     assert who.finished
 
 
-def test_done_marks_of_before_have_no_epoch(run: RunDir) -> None:
-    write_blocks(run, rollouts(2), size=1)
-    (run.ledger / "done" / "000000.0").touch()
-    assert Ledger(run).view().done == {0}
-    assert Ledger(run).seals() == {}
-    assert pod(run, "a").claim(nothing) == Claim(1, 0)
-
-
 def test_a_start_ends_when_it_sees_a_later_one_of_its_element(run: RunDir) -> None:
     write_blocks(run, rollouts(1), size=1)
     earlier = pod(run, "a")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -12,47 +12,22 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.local import LocalPod
-from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_block, read_blocks, write_blocks
+from megaflow_hpc.ledger import Claim, Ledger, read_block, read_blocks, write_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask
-from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlock, ClaimedBlocks
-from megaflow_hpc.pod.master.endpoints import Endpoints
-from megaflow_hpc.pod.master.run_io import RunIo, RunIoThread, WorkRequested
+from megaflow_hpc.pod.master.run_io import WorkRequested
 from megaflow_hpc.pod.master.work_stealing import WorkStealing, rollouts_for
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
-from megaflow_hpc.rundir.budget import CampaignBudget
-from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
-from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.ledgers import AnyTasks, rollouts
+from tests.support.pods import IoPod
 from tests.support.waiting import until
 
 
-class Pod:
-    """A pod's I/O thread, a turn at a time, and the loop's side of it."""
-
-    def __init__(self, run: RunDir, name: str, ahead: int = 0, tasks: Mapping[str, PlannedTask] | None = None) -> None:
-        tasks = AnyTasks() if tasks is None else tasks
-        self.ledger = Ledger(run, PodIdentity(name, "0"))
-        self.ledger.register()
-        events = EventWriter(run.event_file(name, "0"))
-        self.blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), tasks, ahead)
-        journal, budget = JournalWriter(run.journal_file(name, "0")), CampaignBudget(run, {})
-        self.thread = RunIoThread(run, journal, self.ledger, self.blocks, events, Endpoints(run, {}), budget)
-        self.io = RunIo(self.thread)
-
-    def turn(self) -> list[int]:
-        """Returns the slots that other pods ask to be filled."""
-        self.io.push()
-        self.thread.turn()
-        return [report.slots for report in self.io.collect() if isinstance(report, WorkRequested)]
-
-    def claim(self) -> ClaimedBlock:
-        claimed = self.blocks.claim()
-        assert claimed is not None
-        return claimed
+def requested(pod: IoPod) -> list[int]:
+    """Takes a turn. Returns the slots that other pods ask to be filled."""
+    return [report.slots for report in pod.turn() if isinstance(report, WorkRequested)]
 
 
 def test_what_waits_is_spread_over_all_slots() -> None:
@@ -62,7 +37,7 @@ def test_what_waits_is_spread_over_all_slots() -> None:
 
 def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_the_last(run: RunDir) -> None:
     write_blocks(run, rollouts(3, samples=2), size=100)
-    giver, taker = Pod(run, "a"), Pod(run, "b")
+    giver, taker = IoPod(run, "a"), IoPod(run, "b")
     giver.claim()
     assert taker.blocks.claim() is None
     taker.turn()
@@ -70,7 +45,7 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
     taker.io.requests.request_work = 3
     taker.turn()
     giver.io.requests.find_work_requests = True
-    assert giver.turn() == [3]
+    assert requested(giver) == [3]
     giver.io.hand_off([(0, rollout) for rollout in rollouts(3, samples=2)[2:]], max_rollouts=3)
     assert not giver.io.idle
     giver.turn()
@@ -89,7 +64,7 @@ def test_given_rollouts_are_run_by_who_claims_them_and_the_campaign_ends_with_th
 
 def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: RunDir) -> None:
     write_blocks(run, rollouts(30), size=1)
-    one, other = (Pod(run, name, ahead=4) for name in "ab")
+    one, other = (IoPod(run, name, ahead=4) for name in "ab")
     before, others = one.claim(), other.claim()
     assert len(before.upcoming) == len(others.upcoming) == 4
     assert not {planned.task["id"] for planned in before.upcoming} & {planned.task["id"] for planned in others.upcoming}
@@ -98,12 +73,12 @@ def test_pods_look_ahead_into_different_small_blocks_and_claim_them_first(run: R
         assert [rollout.task_id for rollout in claimed.rollouts] == [before.upcoming[0].task["id"]]
         assert len(claimed.upcoming) == 4
         before = claimed
-    assert Pod(run, "c").claim().upcoming == ()
+    assert IoPod(run, "c").claim().upcoming == ()
 
 
 def test_a_pod_does_not_look_beyond_large_blocks(run: RunDir) -> None:
     write_blocks(run, rollouts(60), size=20)
-    assert Pod(run, "a", ahead=4).claim().upcoming == ()
+    assert IoPod(run, "a", ahead=4).claim().upcoming == ()
 
 
 def test_a_claim_stands_where_what_comes_next_cannot_be_read(run: RunDir) -> None:
@@ -117,7 +92,7 @@ def test_a_claim_stands_where_what_comes_next_cannot_be_read(run: RunDir) -> Non
             return self[task]
 
     write_blocks(run, rollouts(30), size=1)
-    pod = Pod(run, "a", ahead=4, tasks=Away())
+    pod = IoPod(run, "a", ahead=4, tasks=Away())
     claimed = pod.claim()
     assert (len(claimed.rollouts), claimed.upcoming) == (1, ())
     assert len(pod.blocks) == 1
@@ -125,7 +100,7 @@ def test_a_claim_stands_where_what_comes_next_cannot_be_read(run: RunDir) -> Non
 
 def test_who_takes_a_block_over_leaves_out_what_was_given(run: RunDir) -> None:
     write_blocks(run, rollouts(3), size=100)
-    giver, taker = Pod(run, "a"), Pod(run, "b")
+    giver, taker = IoPod(run, "a"), IoPod(run, "b")
     giver.claim()
     giver.blocks.hand_off([(0, rollout) for rollout in rollouts(3)[1:]], each=100)
     Ledger(run).mark_gone("a.0")
@@ -136,7 +111,7 @@ def test_who_takes_a_block_over_leaves_out_what_was_given(run: RunDir) -> None:
 
 def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
     write_blocks(run, rollouts(3), size=100)
-    first, second = Pod(run, "a"), Pod(run, "b")
+    first, second = IoPod(run, "a"), IoPod(run, "b")
     first.claim()
     first.blocks.settled(0, "t001/oracle/0")
     first.blocks.release(0)
@@ -147,7 +122,7 @@ def test_a_drained_block_says_what_is_left(run: RunDir) -> None:
 
 def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has_started(run: RunDir) -> None:
     write_blocks(run, rollouts(4, samples=4), size=100)
-    giver, taker = Pod(run, "a"), Pod(run, "b")
+    giver, taker = IoPod(run, "a"), IoPod(run, "b")
     claimed = giver.claim()
     groups, scheduler = Groups(GroupRules(signal_after=2)), Scheduler()
     for name, samples in groupby(claimed.rollouts, key=lambda rollout: rollout.group_id):
@@ -164,7 +139,7 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     stealing = WorkStealing(giver.io, scheduler, groups)
     for _ in range(2):
         stealing.tick(True, False)
-        stealing.requests += giver.turn()
+        stealing.requests += requested(giver)
     left = {work.rollout.id for work in scheduler.waiting_work()}
     assert not left & {rollout.id for block in read_blocks(run)[1:] for rollout in block.rollouts}
     given = {rollout.group_id for block in read_blocks(run)[1:] for rollout in block.rollouts}

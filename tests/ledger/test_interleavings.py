@@ -244,7 +244,7 @@ class CountsBlocksFirst(LedgerRules):
     """Lists the blocks before the marks, so it misses a block that is handed off in between."""
 
     def mark_done(self, claim: Any) -> Steps[None]:
-        yield Touch(f"{DONE}/{claim.block:06d}.0")
+        yield Touch(done_path(claim.block, claim.epoch + 1, 0))
         self._drop(claim)
         blocks = block_numbers((yield Names(TASKS)))
         if set(done_blocks((yield Names(DONE)))) >= set(blocks):

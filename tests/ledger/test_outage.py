@@ -48,27 +48,17 @@ def test_a_call_waits_while_the_file_system_is_away(run: RunDir, monkeypatch: py
 
 
 FULL = """
-    import errno, json, os, resource, signal, sys, threading, time
-    from megaflow_hpc.rundir.budget import CampaignBudget
-    from megaflow_hpc.trajectories.journal.stored import StoredRollouts
-    from megaflow_hpc.ledger import Ledger, PodIdentity
-    from megaflow_hpc.pod.master.run_io import Durable, RunIo, RunIoThread
-    from megaflow_hpc.rundir.events import EventWriter
-    from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
-    from megaflow_hpc.pod.master.endpoints import Endpoints
+    import errno, json, os, sys, time
+    from megaflow_hpc.pod.master.run_io import Durable
     from megaflow_hpc.pod.outcome import Outcome
     from megaflow_hpc.rundir.layout import RunDir
-    from megaflow_hpc.trajectories.journal.frames import pack_record
-    from megaflow_hpc.trajectories.journal.writer import JournalWriter
-    from tests.support.ledgers import AnyTasks
+    from megaflow_hpc.trajectory import Trajectory
+    from megaflow_hpc.types import Rollout
+    from tests.support.pods import IoPod
 
     run = RunDir(sys.argv[1])
-    ledger = Ledger(run, PodIdentity("a", "0"))
-    ledger.register()
-    events = EventWriter(run.event_file("a", "0"))
-    blocks = ClaimedBlocks(run, ledger, events, StoredRollouts(run), AnyTasks())
-    journal = JournalWriter(run.journal_file("a", "0"))
-    io = RunIo(RunIoThread(run, journal, ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})))
+    pod = IoPod(run)
+    io, ledger = pod.io, pod.ledger
     durable = []
 
     def collect():
@@ -90,10 +80,9 @@ FULL = """
                 pass
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
-    record = pack_record({"id": "t0/oracle/0", "status": "completed", "attempt": 0, "epoch": 0, "pad": "x" * 100_000})
-    numbers = (1.0, 1, 0, 0, 0.0, 1.0)
-    outcome = Outcome("t0/oracle/0", "t0", "oracle", 0, "completed", "", "", "n", "1", *numbers, "", record)
-    io.store(outcome, 0, 0)
+    messages = [{"role": "user", "content": "x" * 100_000}]
+    trajectory = Trajectory.begin(Rollout("t0", "oracle", 0, "oracle"), 0, "completed", messages=messages)
+    io.store(Outcome.of(trajectory), 0, 0)
     io.push()
     while not io.stuck:
         collect()
@@ -105,7 +94,7 @@ FULL = """
         collect()
     io.finish(10)
     collect()
-    journal.close()
+    pod.journal.close()
     print(json.dumps({"early": early, "renewed": renewed, "late": len(durable), "stuck": io.stuck}))
 """
 

@@ -16,18 +16,14 @@ from megaflow_hpc.ledger.calls import Touch
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.pod.master import run_io
-from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
-from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.pod.master.histories import History
-from megaflow_hpc.pod.master.run_io import LOOP_HANGS_S, Claimed, Durable, Report, RunIo, RunIoThread
+from megaflow_hpc.pod.master.run_io import LOOP_HANGS_S, Claimed, Durable, Report
 from megaflow_hpc.pod.outcome import Outcome
-from megaflow_hpc.rundir.budget import CampaignBudget
-from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.ledgers import AnyTasks, Clock, rollouts
+from tests.support.ledgers import Clock, rollouts
+from tests.support.pods import IoPod
 
 
 class Full(Files):
@@ -55,22 +51,13 @@ class Journal(JournalWriter):
         return super().commit()
 
 
-class Pod:
-    def __init__(self, run: RunDir) -> None:
-        self.clock, self.journal = Clock(), Journal(run.journal_file("a", "0"))
-        self.files = Full(run, self.clock)
-        self.ledger = Ledger(run, PodIdentity("a", "0"), files=self.files)
-        self.ledger.register()
-        events = EventWriter(run.event_file("a", "0"))
-        blocks = ClaimedBlocks(run, self.ledger, events, StoredRollouts(run), AnyTasks())
-        parts = run, self.journal, self.ledger, blocks, events, Endpoints(run, {}), CampaignBudget(run, {})
-        self.thread = RunIoThread(*parts)
-        self.io = RunIo(self.thread, self.clock)
+class Pod(IoPod):
+    journal: Journal
 
-    def turn(self) -> list[Report]:
-        self.io.push()
-        self.thread.turn()
-        return list(self.io.collect())
+    def __init__(self, run: RunDir) -> None:
+        self.clock = Clock()
+        self.files = Full(run, self.clock)
+        super().__init__(run, files=self.files, journal=Journal(run.journal_file("a", "0")))
 
     def store(self, number: int) -> None:
         trajectory = Trajectory.begin(rollouts(number + 1)[number], 0, "completed")

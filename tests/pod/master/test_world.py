@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -199,11 +198,8 @@ def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_r
 
 def test_a_task_that_is_asked_again_is_a_group_of_its_own(tmp_path: Path) -> None:
     run = prepare(tmp_path, [], scheduling={"signal_after": 2})
-    old = [Rollout("mixed_a", "p", n, "a").to_dict() for n in (0, 2)]
-    for rollout in old:
-        del rollout["round"]  # blocks of earlier versions have no rounds
-    run.block(0).write_text(json.dumps({"rollouts": old}))
-    write_blocks(run, [Rollout("mixed_a", "p", n, "a", again) for again in (3, 12) for n in (again % 2, 5)])
+    samples = {0: (0, 2), 3: (1, 5), 12: (0, 5)}
+    write_blocks(run, [Rollout("mixed_a", "p", n, "a", again) for again, both in samples.items() for n in both])
     packed = write_tasks(run, [PlannedTask({"id": "mixed_a"}, {})])
     write_run(run, RunRecord(campaign={"name": "x"}, packed=packed, total=6))
     played = turn(run)
