@@ -298,7 +298,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--fuse", action="store_true", help="through FUSE mounts")
-    parser.add_argument("--mount", type=Path, nargs=3, help="ways to it that misbehave by themselves: pods, reader")
     parser.add_argument("--scale", type=float, default=1.0, help="of all times; 30: those of the product")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="rollouts")
@@ -314,8 +313,7 @@ def main() -> None:
         found: Any = on_fuse(real, seed, scale, count)
     else:
         prepare(real)
-        paths = arguments.mount or [real] * 3
-        found = summary(campaign(paths, real, seed, count, scale, injected=not arguments.mount))
+        found = summary(campaign([real] * 3, real, seed, count, scale))
     json.dump(found, sys.stdout, indent=1)
 
 
