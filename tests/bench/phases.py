@@ -48,7 +48,6 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("patch", checkout, "difference"),
     ("artifacts looked for", verifier, "collect"),
     ("verifier's container started", ApptainerSandbox, "restart"),
-    ("PATH looked at", verifier, "_clear_path"),
     ("tests laid out, run and read", verifier, "_judge"),
     ("stopped, layer removed", ApptainerSandbox, "stop"),
 )
