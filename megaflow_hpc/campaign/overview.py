@@ -17,7 +17,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.report import process_here, progress_of
-from megaflow_hpc.monitor.state import Facts, lives
+from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import last_word
@@ -39,7 +39,7 @@ class Glance:
     name: str
     """The campaign's."""
     state: str
-    """As :attr:`~megaflow_hpc.monitor.state.Facts.state` has it; ``broken`` where files are damaged."""
+    """One of the states of :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
     done: int | None
     """Rollouts that are stored, as the pods say; ``None`` where nobody can tell."""
     total: int | None
@@ -118,14 +118,14 @@ class _Look:
     def decide(self, live: Sequence[JobState] | None, cause: str) -> None:
         """Settles the state by what Slurm still has; ``live`` is ``None`` where nobody knows, for ``cause``."""
         jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
-        self.glance.state = Facts(
+        self.glance.state = run_state(
             serves=self._serves,
             alive=any(_lives(pod, jobs) for pod in self._pods),
             waits=self._waits,
             submitted=bool(self.jobs),
             queued=None if live is None or not self.jobs else bool(live),
             started=self._started,
-        ).state
+        )
         self.glance.cause = cause if self.glance.state == "unknown" else ""
 
 

@@ -18,12 +18,12 @@ from megaflow_hpc.campaign.local import Launcher, resolve_launcher
 from megaflow_hpc.campaign.resume import ask_for, mark_gone, repeat
 from megaflow_hpc.campaign.tally import job_uses, recount, seen, usage
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
 from megaflow_hpc.monitor.engines import pool_warnings
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
+from megaflow_hpc.resources import require_running
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
