@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 class ColumnWriter:
-    """A column of numbers or of strings of fixed width.
+    """Appends to a new column of numbers, or of strings of fixed width.
 
     Args:
         file: a file open for writing.

@@ -21,32 +21,24 @@ from numpy.typing import NDArray
 from megaflow_hpc.trajectories.hdf5.column_writer import ColumnWriter, column_writer, reward_writer
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.file import new_file
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MAX_REWARDS, STRING, TEXT, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MAX_REWARDS, ROW_COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectory import Trajectory, linked
 
 _FLUSH_ROWS = 256
 
-_COPIED = (
-    *("id", "task_id", "group_id", "policy", "agent", "status", "error_kind", "error", "node", "job_id"),
-    *("rank", "seed", "sample_index", "attempt", "epoch", "inexact", "constrained", "started_at", "finished_at"),
-)
-_TURN = (
-    *("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s"),
-    *("server", "policy", "message", "started_by"),
-)
-_ATTEMPT = ("attempt", "status", "error_kind", "error", "node", "job_id", "started_at", "finished_at")
+_COPIED = [column.name for column in ROW_COLUMNS if column.name not in ("turns", *UNKNOWN_AS_NAN)]
+_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server", "policy", "message", "started_by")
+_ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attempts"]
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
 """Offset columns of ``/trajectories``, by the extent of the items that they count."""
 
 
 class TrajectoryWriter:
-    """A new campaign file at ``path``, which must not exist.
-
-    As a context manager it closes at the end, and abandons the file after an error.
+    """Writes a new campaign file. A context manager that closes the file, or abandons it after an error.
 
     Args:
-        path: the file, usually a temporary name that the caller publishes.
+        path: the file, which must not exist; usually a temporary name that the caller publishes.
         campaign: name of the campaign.
         sources: the journals and seals that the file is gathered from. Readers compare them with those of the run.
         attributes: further root attributes.
@@ -66,11 +58,10 @@ class TrajectoryWriter:
         """Values of the rows since the last flush, by path of the column."""
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
-        """By name and row, since the last flush."""
+        """Rewards of the rows since the last flush, by name and row."""
         self._file.create_group("rewards")
         self._counts = dict.fromkeys(("n", "m", "t", "k", "q", "qb", "a", "f", "fb"), 0)
         """Number of items so far, by extent."""
-        self._flushed_rows = 0
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -90,7 +81,7 @@ class TrajectoryWriter:
         """Adds one row.
 
         Args:
-            trajectory: one that is whole (:func:`~megaflow_hpc.trajectories.journal.checks.checked`).
+            trajectory: a consistent one (:func:`~megaflow_hpc.trajectories.journal.checks.checked`).
 
         Raises:
             OSError: not everything could be written.
@@ -105,7 +96,7 @@ class TrajectoryWriter:
         held["trajectories/turns"].append(len(trajectory.turns))
         for name, value in trajectory.rewards.items():
             self._put_reward(row, reward_name(name), value)
-        self._put_turns(trajectory)  # before the sequences: turns are numbered from the first new sequence
+        self._put_turns(trajectory)
         self._put_sequences(trajectory, row)
         texts = [message_json(message) for message in trajectory.messages]
         self._put_bytes("messages/json", "messages/offset", "qb", texts)
@@ -121,11 +112,11 @@ class TrajectoryWriter:
         counts["n"] += 1
         for extent, name in _ROW_OFFSETS.items():
             held[f"trajectories/{name}"].append(counts[extent])
-        if counts["n"] - self._flushed_rows >= _FLUSH_ROWS:
+        if counts["n"] % _FLUSH_ROWS == 0:
             self._flush()
 
     def close(self) -> None:
-        """Writes what is still held and closes the file; making it durable is up to the caller.
+        """Writes what is still held and closes the file. The caller makes it durable.
 
         Raises:
             OSError: not everything could be written.
@@ -136,17 +127,16 @@ class TrajectoryWriter:
                 column.finish()
 
     def _put_reward(self, row: int, name: str, value: float) -> None:
-        if name not in self._held_rewards and len(self._held_rewards) >= MAX_REWARDS:
-            return
-        self._held_rewards.setdefault(name, {})[row] = value
+        if name in self._held_rewards or len(self._held_rewards) < MAX_REWARDS:
+            self._held_rewards.setdefault(name, {})[row] = value
 
     def _put_bytes(self, path: str, offset_path: str, extent: str, items: list[bytes]) -> None:
         if not items:
             return
         self._columns[path].append(np.frombuffer(b"".join(items), np.uint8))
-        ends = list(accumulate(map(len, items), initial=self._counts[extent]))[1:]
-        self._held[offset_path] += ends
-        self._counts[extent] = ends[-1]
+        for item in items:
+            self._counts[extent] += len(item)
+            self._held[offset_path].append(self._counts[extent])
 
     def _put_sequences(self, trajectory: Trajectory, row: int) -> None:
         held = self._held
@@ -166,13 +156,19 @@ class TrajectoryWriter:
         self._counts["m"] += len(trajectory.sequences)
 
     def _put_turns(self, trajectory: Trajectory) -> None:
-        starts = list(accumulate((len(s.tokens) for s in trajectory.sequences), initial=self._counts["k"]))
-        held, base = self._held, self._counts["m"]
+        """Adds the turns, before the sequences: sequences and tokens of a turn are numbered from the next new ones."""
+        held = self._held
+        sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
+        token_starts = list(accumulate(sequence_lengths, initial=self._counts["k"]))
         for turn in trajectory.turns:
-            known = turn.sequence >= 0
-            held["turns/sequence"].append(base + turn.sequence if known else -1)
-            held["turns/token_start"].append(starts[turn.sequence] + turn.token_start if known else 0)
-            held["turns/token_end"].append(starts[turn.sequence] + turn.token_end if known else 0)
+            sequence, start, end = -1, 0, 0
+            if turn.sequence >= 0:
+                sequence = self._counts["m"] + turn.sequence
+                start = token_starts[turn.sequence] + turn.token_start
+                end = token_starts[turn.sequence] + turn.token_end
+            held["turns/sequence"].append(sequence)
+            held["turns/token_start"].append(start)
+            held["turns/token_end"].append(end)
         for name in _TURN:
             held[f"turns/{name}"] += [getattr(turn, name) for turn in trajectory.turns]
         self._counts["t"] += len(trajectory.turns)
@@ -184,7 +180,6 @@ class TrajectoryWriter:
                 self._held[path] = []
         for name, given in self._held_rewards.items():
             self._flush_reward(name, given)
-        self._flushed_rows = self._counts["n"]
         self._backing.check()
 
     def _flush_reward(self, name: str, given: dict[int, float]) -> None:
@@ -203,8 +198,8 @@ def _array(dtype: str, values: list[Any]) -> NDArray[Any]:
     if dtype == TEXT:
         return np.array([escape(value) for value in values], object)
     if dtype == STRING:
-        known = {value: escape(value).encode() for value in set(values)}
-        return np.array([known[value] for value in values], "S")
+        encoded = {value: escape(value).encode() for value in set(values)}
+        return np.array([encoded[value] for value in values], "S")
     return np.array(values, dtype=dtype)
 
 

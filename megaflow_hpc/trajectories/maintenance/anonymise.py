@@ -19,7 +19,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.columns import texts
-from megaflow_hpc.trajectories.hdf5.encoding import DEEPEST
+from megaflow_hpc.trajectories.hdf5.encoding import MAX_DEPTH
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
@@ -74,7 +74,7 @@ class Scrubber:
         """Returns a JSON value with every text in it replaced; what is nested too deeply to be read is left out."""
         if isinstance(value, str):
             return self.text(value)
-        if depth > DEEPEST and isinstance(value, dict | list):
+        if depth > MAX_DEPTH and isinstance(value, dict | list):
             return None
         if isinstance(value, dict):
             return {self.text(str(key)): self.value(item, depth + 1) for key, item in value.items()}

@@ -19,7 +19,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5 import writer as writer_module
-from megaflow_hpc.trajectories.hdf5.chunks import ChunkDecoder
+from megaflow_hpc.trajectories.hdf5.columns import ChunkDecoder
 from megaflow_hpc.trajectories.hdf5.columns import read, read_column, read_slices
 from megaflow_hpc.trajectories.hdf5.file import datasets
 from megaflow_hpc.trajectories.maintenance.checksums import verify
