@@ -25,13 +25,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import export
-from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
+from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.journal.frames import frame_head
 from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
-from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.maintenance.disk_usage import of_file
+from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
 from tests.support.earlier_files import as_version_2
@@ -319,8 +319,8 @@ print("STATUSES", json.dumps(statuses))
 def warm() -> WarmPython:
     """A Python that has imported what the verbs need, which would take each test a tenth of a second."""
     names = ("cli.doctor", "cli.campaigns.start", "cli.making.images", "campaign.plan", "campaign.facade")
-    names += ("cli.files.store", "trajectories.exports.import_jsonl", "trajectories.exports.jsonl")
-    names += tuple(f"trajectories.maintenance.{name}" for name in ("anonymise", "checksums", "compact", "validate"))
+    names += ("cli.files.store", "trajectories.exports.jsonl")
+    names += tuple(f"trajectories.maintenance.{name}" for name in ("anonymise", "compact", "validate"))
     modules = ["h5py", *(f"megaflow_hpc.{name}" for name in names)]
     return WarmPython(*modules, variables={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
 

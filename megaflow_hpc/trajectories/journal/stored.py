@@ -77,7 +77,7 @@ class StoredRollouts:
         return stored
 
     def length(self, owner: str) -> int:
-        """Returns the length in bytes of the whole records of a journal, where a successor seals it; 0 if it is missing.
+        """Returns the bytes of whole records in a journal, where a successor seals it; 0 if it is missing.
 
         Reads the journal again only if it has grown. Raises as :meth:`ids`.
         """

@@ -26,13 +26,13 @@ from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, new_f
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
-from megaflow_hpc.trajectories.maintenance.checksums import verify
+from megaflow_hpc.trajectories.maintenance.validate import verify
 
 _WINDOW = 1 << 20
 """Entries that are copied at a time, which bounds memory."""
 
 Mask = NDArray[np.bool_]
-"""Says for each item whether it is kept."""
+"""Whether each item is kept."""
 
 
 def compact(
@@ -58,7 +58,7 @@ def compact(
     with open_file(path) as source:
         for fault in offset_faults(source):
             raise ConfigError(f"{path}: {fault}; run: megaflow-hpc validate {path}")
-        attempts = _counting_attempts(source)
+        attempts = _final_attempts(source)
         artifacts = _kept_artifacts(source, drop)
         others = {name: attribute_text(source, name) for name in ("config", "versions") if name in source.attrs}
         campaign = attribute_text(source, "campaign")
@@ -111,19 +111,17 @@ def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) 
             yield values
 
 
-def _counting_attempts(source: h5py.File) -> Mask:
-    """Returns a mask over the attempts: each trajectory's last attempt with the trajectory's own number and status."""
+def _final_attempts(source: h5py.File) -> Mask:
+    """Returns a mask over the attempts: each trajectory's last attempt that has the trajectory's number and status."""
     offsets = read(source["trajectories/attempt_offset"])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    keep = np.zeros(len(owner), bool)
-    if not len(owner):
-        return keep
     same = read(source["attempts/attempt"]) == read(source["trajectories/attempt"])[owner]
     same &= texts(source["attempts/status"]) == texts(source["trajectories/status"])[owner]
-    last: dict[int, int] = {}
-    for number in np.flatnonzero(same).tolist():
-        last[int(owner[number])] = number
-    keep[list(last.values())] = True
+    candidates = np.flatnonzero(same)
+    last = np.full(len(offsets) - 1, -1)
+    np.maximum.at(last, owner[candidates], candidates)
+    keep = np.zeros(len(owner), bool)
+    keep[last[last >= 0]] = True
     return keep
 
 
@@ -148,12 +146,12 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         raise ConfigError(f"{run}: the campaign is not finished; its journals are still needed")
     if recorded_sources(run.trajectories) != fingerprint(run, seals_of(run)):
         raise ConfigError(f"{run.trajectories}: does not hold all that the journals do; run: megaflow-hpc gather {run}")
-    bad = [check for check in verify(run.trajectories) if check.state != "ok"]
-    if bad:
-        raise ConfigError(
-            f"{run.trajectories}: /{bad[0].path} {bad[0].state}; "
-            f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
-        )
+    for check in verify(run.trajectories):
+        if not check.good:
+            raise ConfigError(
+                f"{run.trajectories}: /{check.path} {check.state}; "
+                f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
+            )
     files = journals(run)
     size = sum(path.stat().st_size for path in files)
     if not dry_run:

@@ -27,14 +27,15 @@ _CACHED = 8
 """Number of decoded trajectories in memory, since the parts of one row are usually read together."""
 _SCALARS = tuple(column.name for column in ROW_COLUMNS if column.name != "turns")
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
-_COUNTED = ("sequence", "turn", "message", "attempt")
-"""The items that the offset columns of a row count."""
 _COLUMNS = (
     *(f"trajectories/{name}" for name in _SCALARS),
     *(f"sequences/{name}" for name in ("trajectory", "policy", "weight_version_min", "weight_version_max")),
     *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
 )
-_OFFSETS = (*(f"trajectories/{item}_offset" for item in _COUNTED), "sequences/token_offset")
+_OFFSETS = (
+    *(f"trajectories/{item}_offset" for item in ("sequence", "turn", "message", "attempt")),
+    "sequences/token_offset",
+)
 
 
 class JournalSource:
@@ -154,10 +155,14 @@ class JournalSource:
                 column = rewards.setdefault(f"rewards/{name}", np.full(len(self), np.nan, np.float32))
                 column[row] = reward
             self._add_sequences_and_turns(values, row)
-            counted = (trajectory.sequences, trajectory.turns, trajectory.messages, trajectory.attempts)
-            for item, items in zip(_COUNTED, counted, strict=True):
-                offsets = values[f"trajectories/{item}_offset"]
-                offsets.append(offsets[-1] + len(items))
+            counts = {
+                "trajectories/sequence_offset": len(trajectory.sequences),
+                "trajectories/turn_offset": len(trajectory.turns),
+                "trajectories/message_offset": len(trajectory.messages),
+                "trajectories/attempt_offset": len(trajectory.attempts),
+            }
+            for path, count in counts.items():
+                values[path].append(values[path][-1] + count)
         columns = {path: _array(COLUMNS[path].dtype, column) for path, column in values.items()}
         columns["trajectories/turns"] = np.diff(columns["trajectories/turn_offset"]).astype(np.int32)
         return columns | rewards

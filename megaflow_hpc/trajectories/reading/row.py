@@ -58,8 +58,8 @@ class Row:
     def messages(self) -> list[dict[str, Any]]:
         """The main conversation, in OpenAI message form; see
         :func:`~megaflow_hpc.trajectories.reading.conversations.main`."""
-        all_of_them = self.conversations
-        return all_of_them[main(all_of_them, self.policy)].messages if all_of_them else []
+        found = self.conversations
+        return found[main(found, self.policy)].messages if found else []
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -80,11 +80,19 @@ class Row:
             ``messages``, the ``turns`` that they answer, and its links. If there is more than the main conversation,
             the indices refer to ``tree``, which has ``messages`` and their ``parents``.
         """
-        listed = []
-        for conversation in self.conversations:
-            links = {name: getattr(conversation, name) for name in ("policy", "parent", "shared", "started_by", "turns")}
-            listed.append({"messages": conversation.nodes, **links})
-        record: dict[str, Any] = {"messages": self.messages, "conversations": listed}
+        found = self.conversations
+        record: dict[str, Any] = {"messages": found[main(found, self.policy)].messages if found else []}
+        record["conversations"] = [
+            {
+                "messages": conversation.nodes,
+                "policy": conversation.policy,
+                "parent": conversation.parent,
+                "shared": conversation.shared,
+                "started_by": conversation.started_by,
+                "turns": conversation.turns,
+            }
+            for conversation in found
+        ]
         messages = self._source.messages(self.index)
         parents = self._source.parents(self.index)
         if parents != linked((), len(messages)):

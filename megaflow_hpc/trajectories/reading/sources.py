@@ -191,10 +191,8 @@ class Hdf5Source:
         """Raises ``ConfigError`` unless offsets ascend within what they point to, so that no entry is read twice."""
         if not len(values):
             return
-        if path == "sequences/trajectory":
-            end = len(self) - 1
-        else:
-            end = offset_end(path, len(self._dataset(OFFSETS[path])))
+        is_offset = path in OFFSETS
+        end = offset_end(path, len(self._dataset(OFFSETS[path]))) if is_offset else len(self) - 1
         if values[0] < 0 or values[-1] > end or (np.diff(values) < 0).any():
             raise ConfigError(f"{self.path}: /{path}: leads out of its column; run: megaflow-hpc validate {self.path}")
 

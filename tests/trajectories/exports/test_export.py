@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import areal, verl
-from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
+from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
 from tests.support.samples import commit, run_dir, trajectory

@@ -19,11 +19,10 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5 import writer as writer_module
-from megaflow_hpc.trajectories.hdf5.columns import ChunkDecoder
-from megaflow_hpc.trajectories.hdf5.columns import read, read_column, read_slices
+from megaflow_hpc.trajectories.hdf5.columns import ChunkDecoder, read, read_column, read_slices
 from megaflow_hpc.trajectories.hdf5.file import datasets
-from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact
+from megaflow_hpc.trajectories.maintenance.validate import verify
 from tests.support.samples import commit, run_dir, trajectory
 
 

@@ -13,7 +13,7 @@ from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, 
 from megaflow_hpc.trajectories.hdf5.publishing import clean_up
 from megaflow_hpc.trajectories.journal import winners
 from megaflow_hpc.trajectories.journal.frames import pack_record, read_frames
-from megaflow_hpc.trajectories.maintenance.checksums import verify
+from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectory import Attempt
 from tests.support.journals import digests, record, write_between, write_parts
 from tests.support.samples import run_dir, trajectory

@@ -20,8 +20,8 @@ from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
-from megaflow_hpc.trajectories.maintenance.checksums import verify
 from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
+from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Artifact
 from tests.support.earlier_files import as_version_1, as_version_2

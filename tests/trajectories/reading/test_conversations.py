@@ -18,7 +18,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.report.transcripts import transcript_of
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, exports, gather, open_trajectories, validate
-from megaflow_hpc.trajectories.exports.import_jsonl import import_jsonl
+from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact
 from megaflow_hpc.trajectories.reading.row import Row
