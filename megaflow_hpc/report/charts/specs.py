@@ -1,4 +1,4 @@
-"""Building blocks of charts: colours, the two themes, and parts of Vega-Lite specifications.
+"""Defines the colours of charts, their two themes, and parts of Vega-Lite specifications.
 
 A specification holds data and no colours. Colours come from :data:`PALETTE`, which people with any colour vision can
 distinguish (Okabe and Ito 2008), and from the themes. Texts of tasks and agents appear only in the data, which Vega
@@ -81,7 +81,21 @@ def height_of(values: Sequence[dict[str, Any]], field: str, each: int) -> int:
 def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) -> Spec:
     """Returns a channel: a field, its kind (Q quantity, N name, O ordinal) and its title, or ``None`` for no title."""
     kinds = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
-    return {"field": field, "type": kinds[kind], **({"title": title} if title != "" else {}), **more}
+    spec: Spec = {"field": field, "type": kinds[kind]}
+    if title != "":
+        spec["title"] = title
+    return spec | more
+
+
+def tooltip(**fields: str) -> list[Spec]:
+    """Returns the channels of a tooltip: ``N`` for a name; for a number its format, which may be empty."""
+    channels = []
+    for field, kind in fields.items():
+        if kind == "N":
+            channels.append(channel(field, "N"))
+        else:
+            channels.append(channel(field, format=kind) if kind else channel(field))
+    return channels
 
 
 def series_name(label: str, policy: str, runs: Named) -> str:
