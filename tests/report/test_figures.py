@@ -15,10 +15,10 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse, totals
-from megaflow_hpc.report.charts.every import charts_of
 from megaflow_hpc.report.comparison import compare, paired_interval
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import LoadedRun, figures_of, to_builtins
+from megaflow_hpc.report.files import charts_of
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.prometheus import text as metrics

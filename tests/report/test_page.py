@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.report.charts.every import charts_of
-from megaflow_hpc.report.charts.pictures import pictures
 from megaflow_hpc.report.comparison import compare
 from megaflow_hpc.report.figures import LoadedRun
+from megaflow_hpc.report.files import charts_of, pictures
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.rundir.layout import RunDir
