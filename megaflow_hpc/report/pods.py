@@ -57,50 +57,59 @@ class Events:
 
 def read_events(run: RunDir) -> Events:
     """Reads every event file of a run. Unreadable files and lines are skipped."""
-    found = Events()
+    all_events = Events()
     for name, events in EventReader(run.events).read():
         pod = PodHistory(name)
-        live: dict[int, tuple[float, int]] = {}
+        workers: dict[int, tuple[float, int]] = {}
+        """Rank → the time since when it is ready, and its slots."""
         for event in events:
             pod.started_at = pod.started_at or event.t
             pod.last_at = max(pod.last_at, event.t)
             match event:
                 case PodEvent():
-                    pod.state, pod.why = event.state, event.why or pod.why
-                    pod.node, pod.job = event.node or pod.node, event.job_id or pod.job
+                    pod.state = event.state
+                    pod.why = event.why or pod.why
+                    pod.node = event.node or pod.node
+                    pod.job = event.job_id or pod.job
                 case WorkerEvent():
-                    _end(pod, live.pop(event.rank, None), event.t)
+                    if event.rank in workers:
+                        _add_span(pod, workers.pop(event.rank), event.t)
                     if event.state == "ready":
-                        live[event.rank] = event.t, event.slots or 0
-                    pod.slots = max(pod.slots, sum(slots for _, slots in live.values()))
+                        workers[event.rank] = event.t, event.slots or 0
+                    pod.slots = max(pod.slots, sum(slots for _, slots in workers.values()))
                 case AttemptEvent():
-                    found.repeated[event.kind] += 1
-                    found.repeated_on[name] += 1
+                    all_events.repeated[event.kind] += 1
+                    all_events.repeated_on[name] += 1
                 case RolloutEvent():
-                    found.pod_of[event.id] = name
+                    all_events.pod_of[event.id] = name
                     pod.stored += 1
-        for began in live.values():
-            _end(pod, began, pod.last_at)
+        for worker in workers.values():
+            _add_span(pod, worker, pod.last_at)
         if pod.started_at:
-            found.pods.append(pod)
-    _mark_gone(run, found.pods)
-    return found
+            all_events.pods.append(pod)
+    _mark_gone(run, all_events.pods)
+    return all_events
 
 
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
-    """Marks killed pods as gone. A pod was killed if another pod found its lease expired, if its element has started
-    again since, or if the campaign is over without its last event."""
+    """Marks killed pods as gone.
+
+    A pod without a last event was killed if another pod found its lease expired, if its element has started again, or
+    if the campaign has finished.
+    """
     with suppress(OSError):
         gone = Ledger(run).gone()
-        last: dict[str, float] = {}
+        last_start: dict[str, float] = {}
         for pod in pods:
-            last[pod.element] = max(last.get(pod.element, 0.0), pod.started_at)
-        over = Marks(run).finished
+            last_start[pod.element] = max(last_start.get(pod.element, 0.0), pod.started_at)
+        has_finished = Marks(run).finished
         for pod in pods:
-            if pod.state in ALIVE and (over or pod.name in gone or pod.started_at < last[pod.element]):
+            is_over = has_finished or pod.name in gone or pod.started_at < last_start[pod.element]
+            if pod.state in ALIVE and is_over:
                 pod.state = "gone"
 
 
-def _end(pod: PodHistory, began: tuple[float, int] | None, t: float) -> None:
-    if began and began[1]:
-        pod.slot_spans.append(((began[0], t), began[1]))
+def _add_span(pod: PodHistory, worker: tuple[float, int], end: float) -> None:
+    start, slots = worker
+    if slots:
+        pod.slot_spans.append(((start, end), slots))

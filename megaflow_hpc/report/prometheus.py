@@ -30,8 +30,8 @@ def text(runs: Sequence[RunFigures]) -> str:
                 continue
             full = f"{NAMESPACE}_{metric}"
             lines = families.setdefault(full, [f"# HELP {full} {help_}", f"# TYPE {full} {kind}"])
-            shown = ",".join(f'{key}="{_escaped(said)}"' for key, said in {**labels, **more}.items())
-            lines.append(f"{full}{{{shown}}} {value:.12g}")
+            pairs = [f'{key}="{_escaped(text)}"' for key, text in {**labels, **more}.items()]
+            lines.append(f"{full}{{{','.join(pairs)}}} {value:.12g}")
     return "\n".join(line for lines in families.values() for line in lines) + "\n"
 
 
@@ -43,10 +43,10 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
         own = {"policy": policy.policy}
         for state, count in policy.states.items():
             yield "rollouts_stored_total", "counter", "Rollouts stored, by status.", {**own, "status": state}, count
-        found = policy.evaluation or {}
-        yield "rollouts_passed_total", "counter", "Rollouts whose reward passes.", own, found.get("passed")
-        yield "reward_mean", "gauge", "Mean reward over tasks.", own, found.get("mean")
-        for k, point in found.get("pass_at", {}).items():
+        evaluation = policy.evaluation or {}
+        yield "rollouts_passed_total", "counter", "Rollouts whose reward passes.", own, evaluation.get("passed")
+        yield "reward_mean", "gauge", "Mean reward over tasks.", own, evaluation.get("mean")
+        for k, point in evaluation.get("pass_at", {}).items():
             yield "pass_at_k_ratio", "gauge", "Chance that one of k samples passes.", {**own, "k": k}, point["value"]
         yield "tokens_total", "counter", "Tokens, prompts included.", own, policy.tokens.total
         yield "sampled_tokens_total", "counter", "Tokens that a model sampled.", own, policy.sampled_tokens.total
@@ -62,13 +62,8 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
         yield "phase_seconds_total", "counter", "Seconds of rollouts, by phase.", labels, phase.seconds.total
     for stage in run.stages:
         labels = {"policy": stage.policy, "stage": stage.stage}
-        yield (
-            "stage_seconds_total",
-            "counter",
-            "Seconds from planning to the end of rollouts.",
-            labels,
-            stage.seconds.total,
-        )
+        about = "Seconds from planning to the end of rollouts."
+        yield "stage_seconds_total", "counter", about, labels, stage.seconds.total
     for cause, count in run.failures_by_kind.items():
         yield "rollouts_failed_total", "counter", "Rollouts that failed, by cause.", {"cause": cause}, count
     for cause, count in run.repeated.items():
@@ -82,14 +77,16 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
         yield "price_total", "counter", "Price of what was held.", {**own, "currency": run.cost.currency}, role.price
     yield "cpu_efficiency_ratio", "gauge", "CPU time over time of the cores held.", {}, run.cost.cpu_efficiency
     yield "memory_efficiency_ratio", "gauge", "Memory peak over memory asked for.", {}, run.cost.memory_efficiency
+    steps: dict[str, int] = {}
     for curve in run.training:
         labels = {"policy": curve.policy, "metric": curve.metric}
         yield "training_step_value", "gauge", "A metric of the last step of training.", labels, curve.values[-1]
-        if curve is next(one for one in run.training if one.policy == curve.policy):
-            yield "training_steps_total", "counter", "Steps of training.", {"policy": curve.policy}, curve.steps[-1]
+        steps.setdefault(curve.policy, curve.steps[-1])
+    for policy_name, step in steps.items():
+        yield "training_steps_total", "counter", "Steps of training.", {"policy": policy_name}, step
 
 
 def _escaped(value: str) -> str:
     """Escapes the value of a label; returns valid UTF-8."""
-    known = value.encode("utf-8", "replace").decode()
-    return known.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    text = value.encode("utf-8", "replace").decode()
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

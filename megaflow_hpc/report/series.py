@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -39,10 +40,16 @@ def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
     known = known[np.isfinite(known)]
     if not len(known):
         return Spread()
-    p50, p90, p99 = (float(q) for q in np.quantile(known, (0.5, 0.9, 0.99)))
-    mean, most, total = float(known.mean()), float(known.max()), float(known.sum())
-    rounded = {"mean": mean, "p50": p50, "p90": p90, "p99": p99, "max": most}
-    return Spread(n=len(known), total=round(total, 3), **{name: significant(value) for name, value in rounded.items()})
+    p50, p90, p99 = np.quantile(known, (0.5, 0.9, 0.99)).tolist()
+    return Spread(
+        n=len(known),
+        mean=significant(float(known.mean())),
+        p50=significant(p50),
+        p90=significant(p90),
+        p99=significant(p99),
+        max=significant(float(known.max())),
+        total=round(float(known.sum()), 3),
+    )
 
 
 def significant(value: float) -> float:
@@ -64,9 +71,11 @@ def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]
 def histogram(values: NDArray[np.float64], edges: NDArray[np.float64]) -> list[Bin]:
     """Returns the bars of a histogram that are not empty."""
     counts, _ = np.histogram(values[np.isfinite(values)], edges)
-    return [
-        Bin(low=significant(edges[i]), high=significant(edges[i + 1]), count=int(n)) for i, n in enumerate(counts) if n
-    ]
+    bins = []
+    for count, (low, high) in zip(counts.tolist(), pairwise(edges.tolist()), strict=True):
+        if count:
+            bins.append(Bin(low=significant(low), high=significant(high), count=count))
+    return bins
 
 
 def mean_level(
@@ -106,14 +115,14 @@ def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
 def lanes(spans: Sequence[Span]) -> list[int]:
     """Returns the lane of each span, in the order of their starts: the lowest lane without an open span."""
     free_at: list[float] = []
-    found = []
+    chosen = []
     for start, end in spans:
-        lane = next((i for i, free in enumerate(free_at) if free <= start), len(free_at))
+        lane = next((lane for lane, free in enumerate(free_at) if free <= start), len(free_at))
         if lane == len(free_at):
             free_at.append(end)
         free_at[lane] = end
-        found.append(lane)
-    return found
+        chosen.append(lane)
+    return chosen
 
 
 def thinned(count: int, most: int) -> NDArray[np.int64]:

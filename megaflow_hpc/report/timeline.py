@@ -81,13 +81,13 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     slots = _slots(spans, edges) if spans else None
     held = float(slots.sum()) if slots is not None else 0.0
     counts, _ = np.histogram(rows.finished_at, edges)
-    stretch = edges[1] - edges[0]
+    stretch_s = edges[1] - edges[0]
     return Concurrency(
         at=_list((edges[1:] + edges[:-1]) / 2 - began),
         running=_list(running),
         waiting=[] if grows else _list(waiting),
         slots=[] if slots is None else _list(slots),
-        ended=_list(counts / stretch * 3600),
+        ended=_list(counts / stretch_s * 3600),
         peak=peak_level(rows.started_at, rows.finished_at),
         slot_use=significant(min(1.0, float(running.sum()) / held)) if held else None,
     )
@@ -119,10 +119,10 @@ def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
             )
             for pod in sorted(events.pods, key=lambda pod: (pod.started_at, pod.name))
         ]
-    found = []
+    nodes = []
     for code, name in enumerate(rows.node.names):
         own = rows.node.codes == code
-        found.append(
+        nodes.append(
             PodFigures(
                 pod=name or "unknown",
                 node=name,
@@ -135,7 +135,7 @@ def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
                 repeated=0,
             )
         )
-    return found
+    return nodes
 
 
 def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
@@ -148,20 +148,23 @@ def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]
     :data:`LONGEST` longest ones."""
     if not len(rows):
         return []
-    order = np.argsort(rows.started_at, kind="stable")
-    pods = [pod_of(rows, events, int(row)) for row in order]
-    shown = {pod for pod, _ in Counter(pods).most_common(PODS)}
-    chosen = [place for place, pod in enumerate(pods) if pod in shown]
-    seconds = rows.seconds
-    longest = sorted(chosen, key=lambda place: -seconds[order[place]])[:LONGEST] if len(chosen) > BARS else []
-    began, found = float(rows.started_at.min()), []
+    order = np.argsort(rows.started_at, kind="stable").tolist()
+    pods = {row: pod_of(rows, events, row) for row in order}
+    shown = {pod for pod, _ in Counter(pods.values()).most_common(PODS)}
+    candidates = [row for row in order if pods[row] in shown]
+    chosen = {candidates[index] for index in thinned(len(candidates), BARS).tolist()}
+    if len(candidates) > BARS:
+        chosen.update(sorted(candidates, key=lambda row: -rows.seconds[row])[:LONGEST])
     by_pod: dict[str, list[int]] = {}
-    for place in sorted({*longest, *(chosen[at] for at in thinned(len(chosen), BARS).tolist())}):
-        by_pod.setdefault(pods[place], []).append(int(order[place]))
+    for row in candidates:
+        if row in chosen:
+            by_pod.setdefault(pods[row], []).append(row)
+    began = float(rows.started_at.min())
+    bars = []
     for pod, own in sorted(by_pod.items()):
         spans = [(float(rows.started_at[row]), float(rows.finished_at[row])) for row in own]
         for row, lane, (start, end) in zip(own, lanes(spans), spans, strict=True):
-            found.append(
+            bars.append(
                 Bar(
                     rollout=rows.ids[row],
                     pod=pod,
@@ -171,13 +174,13 @@ def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]
                     outcome=outcome_of(rows, row, threshold),
                 )
             )
-    return found
+    return bars
 
 
 def outcome_of(rows: RolloutColumns, row: int, threshold: float) -> str:
     """Returns ``passed`` or ``not passed`` for a rollout with a reward, otherwise its status."""
     reward = rows.reward[row]
-    if reward != reward:
+    if np.isnan(reward):
         return rows.status.of(row)
     return "passed" if reward >= threshold else "not passed"
 

@@ -141,7 +141,7 @@ def test_figures_of_tasks_are_those_of_their_own_rollouts(attacked: RunDir) -> N
 
 
 def test_of_very_many_transcripts_some_are_in_the_page(attacked: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaflow_hpc.report.transcripts.MOST", 5)
+    monkeypatch.setattr("megaflow_hpc.report.transcripts.MAX_TRANSCRIPTS", 5)
     with LoadedRun(attacked.path) as loaded:
         assert len(transcripts(loaded.store, loaded.rollouts, "some")) == 5
         assert len(transcripts(loaded.store, loaded.rollouts, "all")) == 48
