@@ -24,7 +24,6 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.monitor.training import SHOWN
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
-from megaflow_hpc.report.pods import Events, read_events
 from megaflow_hpc.report.policies import (
     STATES,
     LatencyStage,
@@ -38,7 +37,7 @@ from megaflow_hpc.report.policies import (
 )
 from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import significant, thinned
-from megaflow_hpc.report.timeline import Concurrency, PodFigures, concurrency_of, pods_of
+from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concurrency_of, pods_of, read_events
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks

@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.config.sections import EvaluationConfig
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
-from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, significant, spread
+from megaflow_hpc.report.series import Bin, Floats, Spread, edges_of, histogram, significant, spread
 
 MAX_KS = 64
 """Maximum number of points of a pass@k curve."""
@@ -114,7 +113,7 @@ def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig
     tokens = rows.tokens.astype(np.float64)
     turns = rows.turns.astype(np.float64)
 
-    def bins(values: NDArray[np.float64]) -> list[Bin]:
+    def bins(values: Floats) -> list[Bin]:
         return histogram(values[ran], edges_of(values[rows.carried_out]))
 
     return PolicyFigures(
@@ -155,7 +154,7 @@ def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
     return phases
 
 
-def _shares(parts: dict[str, NDArray[np.float64]]) -> Iterator[tuple[str, Spread, float]]:
+def _shares(parts: dict[str, Floats]) -> Iterator[tuple[str, Spread, float]]:
     """Yields the name of each part, the distribution of its seconds, and its share of the seconds of all parts."""
     total = sum(float(seconds.sum()) for seconds in parts.values()) or 1.0
     for name, seconds in parts.items():

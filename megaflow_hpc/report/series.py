@@ -9,6 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 Span = tuple[float, float]
 BINS = 240
 """Points of a curve over time, more than a screen shows."""
@@ -34,7 +37,7 @@ class Bin(msgspec.Struct, kw_only=True):
     count: int
 
 
-def spread(values: NDArray[np.float64] | NDArray[np.int64]) -> Spread:
+def spread(values: Floats | Integers) -> Spread:
     """Returns the distribution of numbers without NaN."""
     known = np.asarray(values, np.float64)
     known = known[np.isfinite(known)]
@@ -57,7 +60,7 @@ def significant(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]:
+def edges_of(values: Floats, bars: int = 30) -> Floats:
     """Returns the edges of at most ``bars`` bars over finite numbers. A few integers get one bar per value."""
     known = values[np.isfinite(values)]
     if not len(known):
@@ -68,7 +71,7 @@ def edges_of(values: NDArray[np.float64], bars: int = 30) -> NDArray[np.float64]
     return np.linspace(low, high if high > low else low + 1.0, bars + 1)
 
 
-def histogram(values: NDArray[np.float64], edges: NDArray[np.float64]) -> list[Bin]:
+def histogram(values: Floats, edges: Floats) -> list[Bin]:
     """Returns the bars of a histogram that are not empty."""
     counts, _ = np.histogram(values[np.isfinite(values)], edges)
     bins = []
@@ -79,11 +82,11 @@ def histogram(values: NDArray[np.float64], edges: NDArray[np.float64]) -> list[B
 
 
 def mean_level(
-    starts: NDArray[np.float64],
-    ends: NDArray[np.float64],
-    edges: NDArray[np.float64],
-    weights: NDArray[np.float64] | None = None,
-) -> NDArray[np.float64]:
+    starts: Floats,
+    ends: Floats,
+    edges: Floats,
+    weights: Floats | None = None,
+) -> Floats:
     """Returns the mean number of open spans between neighbouring edges.
 
     Args:
@@ -93,18 +96,18 @@ def mean_level(
     """
     weights = np.ones(len(starts)) if weights is None else weights
 
-    def integral(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    def integral(times: Floats) -> Floats:
         order = np.argsort(times)
         counted = np.concatenate([[0.0], np.cumsum(weights[order])])
         summed = np.concatenate([[0.0], np.cumsum(weights[order] * times[order])])
         before = np.searchsorted(times[order], edges)
         return counted[before] * edges - summed[before]
 
-    level: NDArray[np.float64] = np.diff(integral(starts) - integral(ends)) / np.maximum(np.diff(edges), 1e-9)
+    level: Floats = np.diff(integral(starts) - integral(ends)) / np.maximum(np.diff(edges), 1e-9)
     return np.maximum(0.0, level)
 
 
-def peak_level(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
+def peak_level(starts: Floats, ends: Floats) -> int:
     """Returns the maximum number of spans open at once. A span that ends when another begins is over."""
     times = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
@@ -125,7 +128,7 @@ def lanes(spans: Sequence[Span]) -> list[int]:
     return chosen
 
 
-def thinned(count: int, most: int) -> NDArray[np.int64]:
+def thinned(count: int, most: int) -> Integers:
     """Returns at most ``most`` of the numbers 0 to ``count - 1``, evenly spaced, including the first and the last."""
     if count <= most:
         return np.arange(count)

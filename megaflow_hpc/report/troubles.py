@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.report.rollouts import RolloutColumns
-from megaflow_hpc.report.series import significant
+from megaflow_hpc.report.series import Integers, significant
 
 MAX_STRAGGLERS = 25
 MAX_FAILURES = 40
@@ -86,7 +85,7 @@ def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
     return stragglers
 
 
-def counted(names: Sequence[str], codes: NDArray[np.int64]) -> dict[str, int]:
+def counted(names: Sequence[str], codes: Integers) -> dict[str, int]:
     """Returns the count of each name, most frequent first."""
     counts = Counter(names[code] for code in codes.tolist())
     return dict(counts.most_common(MAX_FAILURES))

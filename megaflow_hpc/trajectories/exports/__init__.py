@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import without_links
+from megaflow_hpc.trajectories.hdf5.columns import Integers
 from megaflow_hpc.trajectories.reading.row import Row
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 
@@ -37,7 +37,7 @@ class ExportJob:
     """One export: the chosen rows of a store, and the target directory."""
 
     store: TrajectoryStore
-    numbers: NDArray[np.int64]
+    numbers: Integers
     directory: Path
     compress: str
     """Compression of JSON lines, one of :data:`COMPRESSIONS`. Parquet is always compressed."""
@@ -52,7 +52,7 @@ class ExportJob:
             yield row
             self.progress(done + 1, len(self.numbers))
 
-    def groups(self) -> Iterator[NDArray[np.int64]]:
+    def groups(self) -> Iterator[Integers]:
         """Yields groups of row numbers that fit in memory together."""
         lengths = self.store.lengths()[self.numbers]
         start = tokens = 0

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
-from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.hdf5.columns import Array, text
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 
@@ -62,9 +61,9 @@ def write(job: ExportJob) -> list[Path]:
     return [path]
 
 
-def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
     """Pads rows of this format to the right. Returns (rows, longest) by name, and ``rewards`` (rows)."""
-    padded: dict[str, NDArray[Any]] = {}
+    padded: dict[str, Array] = {}
     for name, (dtype, fill) in COLUMNS.items():
         padded[name] = padded_lines([row[name] for row in rows], dtype, fill)
     padded["rewards"] = np.array([row["rewards"] for row in rows], np.float32)

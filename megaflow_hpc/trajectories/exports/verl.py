@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 from megaflow_hpc.trajectories.reading.sources import Flat
@@ -129,7 +129,7 @@ def _schema(pa: Any) -> Any:
     )
 
 
-def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, NDArray[Any]]:
+def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, Array]:
     """Pads rows of this format in the same way as verl's agent loop: prompts to the left, responses to the right.
 
     Args:
@@ -142,7 +142,7 @@ def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str,
         ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its ``non_tensor_batch``.
     """
 
-    def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> NDArray[Any]:
+    def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> Array:
         return padded_lines([row[name] for row in rows], dtype, fill, left=left)
 
     prompts = lines("prompts", np.int64, pad_token_id, left=True)

@@ -31,6 +31,10 @@ else:
     inflater = isal_zlib.decompressobj
     InflateError = isal_zlib.error
 
+Array = NDArray[Any]
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
 _PIPELINE = (h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32)
 _CHECKSUM_BYTES = 4
 _OVERHEAD_BYTES = 64
@@ -42,7 +46,7 @@ _CHUNKS_PER_TASK = 16
 """Chunks that a thread decodes one after another, since a task for each chunk costs more than a short chunk does."""
 
 
-def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:
+def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a dataset: numbers, ``S`` bytes, or ``str`` objects.
 
     Raises:
@@ -58,11 +62,11 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArr
         raise OSError(f"{entries} cannot be read ({error}); the file is damaged") from error
 
 
-def _entries(dataset: h5py.Dataset, start: int, end: int) -> NDArray[Any]:
+def _entries(dataset: h5py.Dataset, start: int, end: int) -> Array:
     text = h5py.check_string_dtype(dataset.dtype)
     if text is not None and text.length is None:  # of variable length, in files of versions 1 and 2
         dataset = dataset.asstr("utf-8", "replace")
-    values: NDArray[Any] = dataset[start:end]
+    values: Array = dataset[start:end]
     return values
 
 
@@ -78,7 +82,7 @@ def _damaged_chunk(dataset: h5py.Dataset, start: int, end: int) -> tuple[int, in
     return start, end
 
 
-def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> NDArray[Any]:
+def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a column of the schema, of a file of any version, as :func:`read` does.
 
     Columns that a file of an earlier version lacks have their default values.
@@ -97,11 +101,11 @@ def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = No
     return values
 
 
-def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> NDArray[Any]:
+def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
     if path == "messages/parent":  # each row's messages form one conversation
         bounds = read(file["trajectories/message_offset"])
         first = np.repeat(bounds[:-1], np.diff(bounds))
-        parents: NDArray[Any] = np.arange(len(first)) - first - 1
+        parents: Array = np.arange(len(first)) - first - 1
         return parents[start:end]
     column = COLUMNS[path]
     like = next(other for other in COLUMNS.values() if other.extent == column.extent and other.path in file)
@@ -110,12 +114,12 @@ def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> NDArra
     return np.full(max(0, end - start), OPTIONAL[path], dtype)
 
 
-def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> NDArray[Any]:
+def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
     """Returns entries ``[start, end)`` of a dataset of strings as objects of ``str``."""
     return text(read(dataset, start, end))
 
 
-def text(values: NDArray[Any]) -> NDArray[Any]:
+def text(values: Array) -> Array:
     """Returns a column of text as an object array of ``str``."""
     if values.dtype.kind != "S":
         return values.astype(object, copy=False)
@@ -128,7 +132,7 @@ def text(values: NDArray[Any]) -> NDArray[Any]:
     return result
 
 
-def read_slices(dataset: h5py.Dataset, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
+def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Array:
     """Returns the slices ``[starts[i], ends[i])`` end to end, in the given order.
 
     Decodes each chunk once, in file order. A few threads decode, since inflating releases Python's lock.
@@ -171,9 +175,7 @@ Piece = tuple[int, int, int]
 """(start, end, target): entries ``[start, end)``, all in one chunk, go to position ``target`` of the result."""
 
 
-def _pieces_by_chunk(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], targets: NDArray[np.int64], chunk_size: int
-) -> dict[int, list[Piece]]:
+def _pieces_by_chunk(starts: Integers, ends: Integers, targets: Integers, chunk_size: int) -> dict[int, list[Piece]]:
     """Returns the slices, divided at the bounds of chunks, by number of the chunk."""
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for start, end, target in zip(starts.tolist(), ends.tolist(), targets.tolist(), strict=True):
@@ -228,7 +230,7 @@ class ChunkDecoder:
         self._has_checksum = h5z.FILTER_FLETCHER32 in filters
         self._is_decodable = filters == in_order and h5z.FILTER_DEFLATE in filters
 
-    def decode(self, number: int) -> NDArray[Any] | None:
+    def decode(self, number: int) -> Array | None:
         """Returns a whole chunk, counted from 0; ``None`` if HDF5 must read it."""
         if not self._is_decodable:
             return None

@@ -225,10 +225,10 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
         return
     import numpy as np  # imported late, because rank 0 rarely needs it
 
-    tokens = np.frombuffer(sequence.tokens, np.int32)
-    mask = np.frombuffer(sequence.loss_mask, np.uint8)
-    sampled = ~np.isnan(np.frombuffer(sequence.logprobs, np.float32))
-    versions = np.frombuffer(sequence.weight_versions, np.int32)
+    tokens = np.asarray(sequence.tokens)
+    mask = np.asarray(sequence.loss_mask)
+    sampled = ~np.isnan(np.asarray(sequence.logprobs))
+    versions = np.asarray(sequence.weight_versions)
     if mask.max() > 1 or tokens.min() < 0:
         raise ValueError(f"sequence {number} has a negative token, or a loss mask that is neither 0 nor 1")
     if (~sampled & (mask == 1)).any():

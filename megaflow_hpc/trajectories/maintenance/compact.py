@@ -11,7 +11,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -20,11 +19,11 @@ from numpy.typing import NDArray
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.hdf5.column_writer import column_writer, reward_writer
-from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, read_column, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, texts
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, new_file, open_file, recorded_sources
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
+from megaflow_hpc.trajectories.hdf5.writer import column_writer, reward_writer
 from megaflow_hpc.trajectories.journal.winners import fingerprint, journals, seals_of
 from megaflow_hpc.trajectories.maintenance.validate import verify
 
@@ -85,7 +84,7 @@ def compact(
     }
 
 
-def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[NDArray[Any]]:
+def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[Array]:
     """Yields the values of a column of the new file, in windows that bound memory."""
     if path == "trajectories/attempt_offset":
         kept_before = np.concatenate([[0], np.cumsum(attempts)])

@@ -10,14 +10,12 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import offset_faults, read, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, texts
 from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.types import VERIFIED
@@ -79,7 +77,7 @@ def _trajectories(file: h5py.File) -> Iterator[str]:
         yield f"/trajectories/turns: row {row}: {turns[row]}, not what turn_offset says"
 
 
-def _owners(file: h5py.File, path: str) -> NDArray[Any]:
+def _owners(file: h5py.File, path: str) -> Array:
     """Returns the row of the trajectory that each item belongs to, by the offsets."""
     counts = np.diff(read(file[path]))
     return np.repeat(np.arange(len(counts)), counts)
@@ -184,7 +182,7 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
         yield f"/artifacts/trajectory: decreases at row {row + 1}"
 
 
-def _first(mask: NDArray[Any]) -> list[int]:
+def _first(mask: Array) -> list[int]:
     """Returns the index of the first true entry; an empty list if there is none."""
     indices: list[int] = np.flatnonzero(mask)[:1].tolist()
     return indices

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
 from megaflow_hpc.trajectories.reading.sources import Source, items_of, offsets_of
 
 Oversize = Literal["error", "skip"]
@@ -18,16 +17,16 @@ POOL = 4096
 """Number of rows packed together. More rows make fuller batches, fewer keep more of the order."""
 
 
-def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict[str, NDArray[Any]]:
+def make_batch(source: Source, rows: Integers, pad: int | None) -> dict[str, Array]:
     """Implements :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch` for row numbers."""
     flat = source.flat(rows)
-    tokens: dict[str, tuple[NDArray[Any], Any]] = {
+    tokens: dict[str, tuple[Array, Any]] = {
         "tokens": (flat.tokens, pad),
         "loss_mask": (flat.loss_mask, 0),
         "logprobs": (np.where(np.isnan(flat.logprobs), np.float32(0), flat.logprobs), 0),  # NaN × 0 is NaN
         "weight_version": (flat.weight_versions, -1),
     }
-    batch: dict[str, NDArray[Any]] = {}
+    batch: dict[str, Array] = {}
     for name, (column, fill) in tokens.items():
         batch[name] = column if pad is None else padded(column, flat.offsets, fill)
     batch["offsets"] = flat.offsets
@@ -38,7 +37,7 @@ def make_batch(source: Source, rows: NDArray[np.int64], pad: int | None) -> dict
     return batch
 
 
-def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left: bool = False) -> NDArray[Any]:
+def padded(values: Array, offsets: Integers, fill: Any, *, left: bool = False) -> Array:
     """Returns ragged values as a matrix. Each line is filled at its end.
 
     Args:
@@ -59,7 +58,7 @@ def padded(values: NDArray[Any], offsets: NDArray[np.int64], fill: Any, *, left:
     return matrix
 
 
-def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> NDArray[Any]:
+def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> Array:
     """Returns sequences of numbers as a matrix (lines, longest), padded in the same way as by :func:`padded`."""
     parts = [np.asarray(line, dtype) for line in lines]
     values = np.concatenate([np.empty(0, dtype), *parts])
@@ -67,8 +66,8 @@ def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = Fa
 
 
 def plan_batches(
-    source: Source, rows: NDArray[np.int64], budget: int, is_padded: bool, seed: int | None, oversize: Oversize
-) -> list[NDArray[np.int64]]:
+    source: Source, rows: Integers, budget: int, is_padded: bool, seed: int | None, oversize: Oversize
+) -> list[Integers]:
     """Divides rows into batches, each row once. Equal arguments give equal plans.
 
     Some thousands of rows are packed at a time, best fit, longest first. The result has a few per cent more batches
@@ -107,7 +106,7 @@ def plan_batches(
     random = np.random.default_rng(seed)
     if seed is not None:
         random.shuffle(usable)
-    plan: list[NDArray[np.int64]] = []
+    plan: list[Integers] = []
     for start in range(0, len(usable), POOL):
         pool = usable[start : start + POOL]
         packed = _pack_padded(pool, longest, counts, budget) if is_padded else _pack(pool, tokens, budget)
@@ -117,7 +116,7 @@ def plan_batches(
     return plan
 
 
-def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
+def _pack(pool: Integers, tokens: Integers, budget: int) -> list[Integers]:
     """Packs by best fit decreasing: each row goes to the batch where it leaves the least space."""
     bins: list[list[int]] = []
     space = np.empty(len(pool), np.int64)
@@ -135,9 +134,7 @@ def _pack(pool: NDArray[np.int64], tokens: NDArray[np.int64], budget: int) -> li
     return [np.array(sorted(items, key=lambda item: position[item]), np.int64) for items in bins]
 
 
-def _pack_padded(
-    pool: NDArray[np.int64], longest: NDArray[np.int64], counts: NDArray[np.int64], budget: int
-) -> list[NDArray[np.int64]]:
+def _pack_padded(pool: Integers, longest: Integers, counts: Integers, budget: int) -> list[Integers]:
     """Groups rows of similar length, so that there is little padding."""
     bins: list[list[int]] = []
     width = lines = 0
@@ -151,6 +148,6 @@ def _pack_padded(
     return [np.array(items, np.int64) for items in bins]
 
 
-def _longest_first(pool: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
+def _longest_first(pool: Integers, lengths: Integers) -> list[int]:
     order: list[int] = pool[np.argsort(-lengths[pool], kind="stable")].tolist()
     return order

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
 from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
@@ -71,16 +71,11 @@ class JournalSource:
         return list(self._load(row).parents)
 
     def sequences(self, row: int) -> list[SequenceView]:
-        return [
-            SequenceView(
-                escape(s.policy),
-                np.frombuffer(s.tokens.tobytes(), np.int32),
-                np.frombuffer(s.logprobs.tobytes(), np.float32),
-                np.frombuffer(s.loss_mask.tobytes(), np.uint8),
-                np.frombuffer(s.weight_versions.tobytes(), np.int32),
-            )
-            for s in self._load(row).sequences
-        ]
+        views = []
+        for s in self._load(row).sequences:
+            columns = map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions))
+            views.append(SequenceView(escape(s.policy), *columns))
+        return views
 
     def turns(self, row: int) -> list[Turn]:
         turns = [replace(turn) for turn in self._load(row).turns]
@@ -103,7 +98,7 @@ class JournalSource:
     def artifacts(self, row: int) -> list[Artifact]:
         return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
 
-    def column(self, path: str) -> NDArray[Any]:
+    def column(self, path: str) -> Array:
         if path not in self._columns:
             raise KeyError(f"{path}: no column of rows")
         return self._columns[path]
@@ -111,7 +106,7 @@ class JournalSource:
     def reward_names(self) -> list[str]:
         return sorted(path.partition("/")[2] for path in self._columns if path.startswith("rewards/"))
 
-    def flat(self, rows: NDArray[np.int64]) -> Flat:
+    def flat(self, rows: Integers) -> Flat:
         owners: list[int] = []
         views: list[SequenceView] = []
         for row in rows.tolist():
@@ -119,7 +114,7 @@ class JournalSource:
             owners += [row] * len(own)
             views += own
 
-        def joined(name: str, dtype: Any) -> NDArray[Any]:
+        def joined(name: str, dtype: Any) -> Array:
             return np.concatenate([np.empty(0, dtype), *(getattr(view, name) for view in views)])
 
         return Flat(
@@ -144,9 +139,9 @@ class JournalSource:
             self._cache.popitem(last=False)
 
     @cached_property
-    def _columns(self) -> dict[str, NDArray[Any]]:
+    def _columns(self) -> dict[str, Array]:
         values: dict[str, list[Any]] = {path: [] for path in _COLUMNS} | {path: [0] for path in _OFFSETS}
-        rewards: dict[str, NDArray[Any]] = {}
+        rewards: dict[str, Array] = {}
         for row, trajectory in enumerate(self._index.trajectories()):
             self._keep(self._index.winners[row], trajectory)
             for name in _SCALARS:
@@ -187,7 +182,7 @@ class JournalSource:
                 values[f"turns/{name}"].append(getattr(turn, name))
 
 
-def _array(dtype: str, values: list[Any]) -> NDArray[Any]:
+def _array(dtype: str, values: list[Any]) -> Array:
     if dtype not in (STRING, TEXT):
         return np.array(values, dtype)
     column = np.empty(len(values), object)

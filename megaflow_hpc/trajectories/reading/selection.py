@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
-from megaflow_hpc.trajectories.hdf5.columns import read
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, read
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS
 from megaflow_hpc.trajectories.reading.sources import Hdf5Source, Source, offsets_of
 
@@ -74,7 +74,7 @@ class RowTable:
         names = {column.name: column.name for column in ROW_COLUMNS} | _ALIASES
         self._source = source
         self._paths = {name: f"trajectories/{column}" for name, column in names.items()}
-        self._derived: dict[str, Callable[[], NDArray[Any]]] = {
+        self._derived: dict[str, Callable[[], Array]] = {
             "tokens": self._tokens,
             "sampled_tokens": self._sampled_tokens,
             "duration_s": lambda: self.column("finished_at") - self.column("started_at"),
@@ -84,7 +84,7 @@ class RowTable:
             "weight_version_min": lambda: _weight_versions(source, "weight_version_min", np.minimum),
             "weight_version_max": lambda: _weight_versions(source, "weight_version_max", np.maximum),
         }
-        self._cache: dict[str, NDArray[Any]] = {}
+        self._cache: dict[str, Array] = {}
         self.rows = len(source)
         self.rewards = tuple(source.reward_names())
         """Names of all rewards in any row."""
@@ -94,7 +94,7 @@ class RowTable:
         """Names of all columns except the rewards."""
         return (*self._paths, *self._derived)
 
-    def column(self, name: str) -> NDArray[Any]:
+    def column(self, name: str) -> Array:
         """Returns a column (rows) by one of :attr:`names`; text as ``S`` bytes or objects."""
         if name in self._paths:
             return self._source.column(self._paths[name])
@@ -106,19 +106,19 @@ class RowTable:
         """Returns the column (rows) of one of :attr:`rewards`. NaN for rows without it."""
         return self._source.column(f"rewards/{name}")
 
-    def _count(self, item: str) -> NDArray[Any]:
+    def _count(self, item: str) -> Array:
         return np.diff(self._source.column(f"trajectories/{item}_offset"))
 
-    def _tokens(self) -> NDArray[Any]:
+    def _tokens(self) -> Array:
         sequences = self._source.column("trajectories/sequence_offset")
         return np.diff(self._source.column("sequences/token_offset")[sequences])
 
-    def _sampled_tokens(self) -> NDArray[Any]:
+    def _sampled_tokens(self) -> Array:
         sampled = self._source.column("turns/token_end") - self._source.column("turns/token_start")
         return np.diff(offsets_of(sampled)[self._source.column("trajectories/turn_offset")])
 
 
-def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> NDArray[Any]:
+def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
     """Returns the lowest or highest weight version of each row's sampled tokens. -1 if none was sampled."""
     unset = np.iinfo(np.int32).max if extreme is np.minimum else -1
     result = np.full(len(source), unset, np.int64)
@@ -128,7 +128,7 @@ def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> NDArray[An
     return np.where(result == unset, -1, result)
 
 
-def _versions_by_row(source: Source, name: str) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def _versions_by_row(source: Source, name: str) -> Iterator[tuple[Array, Array]]:
     """Yields row numbers and weight versions: of the sequences, or of single tokens in files that lack the column."""
     row_of_sequence = source.column("sequences/trajectory")
     if not isinstance(source, Hdf5Source) or f"sequences/{name}" in source.file:
@@ -144,7 +144,7 @@ def _versions_by_row(source: Source, name: str) -> Iterator[tuple[NDArray[Any], 
 # --- expressions ------------------------------------------------------------------------------------------------------
 
 
-def select(expression: str, table: RowTable) -> NDArray[np.int64]:
+def select(expression: str, table: RowTable) -> Integers:
     """Returns the row numbers for which an expression is true, in order.
 
     Args:
@@ -221,13 +221,13 @@ class _Evaluation:
             node, f"{ast.unparse(node)!r} is not allowed here; see the forms in {docs('how-to/reading.md')}"
         )
 
-    def _column(self, node: ast.expr, name: str) -> NDArray[Any]:
+    def _column(self, node: ast.expr, name: str) -> Array:
         if name not in self._table.names:
             near = difflib.get_close_matches(name, self._table.names, 3) or sorted(self._table.names)
             raise self._fault(node, f"no column {name!r}; there are: {', '.join(near)}")
         return self._table.column(name)
 
-    def _reward(self, node: ast.expr, name: str) -> NDArray[Any]:
+    def _reward(self, node: ast.expr, name: str) -> Array:
         if name not in self._table.rewards:
             known = ", ".join(self._table.rewards) or "none"
             raise self._fault(node, f"no reward named {name!r}; there are: {known}")
@@ -301,7 +301,7 @@ class _Evaluation:
         return ConfigError(f"selection: {self._text!r}: column {node.col_offset + 1}: {what}")
 
 
-def _each(column: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
+def _each(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
     """Returns ``test`` of every entry, computed once per distinct text."""
     results: dict[Any, bool] = {}
     mask = np.empty(len(column), np.bool_)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import offset_end, read, read_column, read_slices, text
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, offset_end, read, read_column, read_slices, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS
 from megaflow_hpc.trajectory import Attempt, Turn, linked
@@ -48,11 +48,11 @@ class SequenceView:
 class Flat(NamedTuple):
     """The token sequences of several rows, end to end, in the order of the request. S sequences, T tokens."""
 
-    row: NDArray[np.int64]
+    row: Integers
     """(S), row number of each sequence"""
-    policy: NDArray[Any]
+    policy: Array
     """(S), objects of ``str``"""
-    offsets: NDArray[np.int64]
+    offsets: Integers
     """(S+1), into the token columns"""
     tokens: NDArray[np.int32]
     """(T), as the three columns that follow"""
@@ -66,7 +66,7 @@ class Source(Protocol):
     """Rows by number, 0 to ``len - 1``, in commit order."""
 
     def __len__(self) -> int: ...
-    def column(self, path: str) -> NDArray[Any]:
+    def column(self, path: str) -> Array:
         """Returns a column by its path; text as ``S`` bytes or objects. The caller must not change it.
 
         A column ``rewards/<name>`` has NaN for rows without that reward.
@@ -75,7 +75,7 @@ class Source(Protocol):
     def reward_names(self) -> list[str]:
         """Returns the names of the rewards that any row has, sorted."""
 
-    def flat(self, rows: NDArray[np.int64]) -> Flat:
+    def flat(self, rows: Integers) -> Flat:
         """Returns the token sequences of many rows at once, in the order of ``rows``."""
 
     def ids(self) -> list[str]:
@@ -109,12 +109,12 @@ class Source(Protocol):
         """Closes the files. Nothing can be read afterwards."""
 
 
-def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+def offsets_of(lengths: Sequence[int] | Array) -> Integers:
     """Returns the (n+1) offsets of n adjacent items of these lengths."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def items_of(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def items_of(offsets: Integers, rows: Integers) -> tuple[Integers, Integers]:
     """Returns the indices of the items of some rows, row by row, and the number of items of each row.
 
     Args:
@@ -136,8 +136,8 @@ class Hdf5Source:
     def __init__(self, path: Path) -> None:
         self.file = open_file(path)
         self.path = path
-        self._columns: dict[str, NDArray[Any]] = {}
-        self._windows: dict[str, tuple[int, NDArray[Any]]] = {}
+        self._columns: dict[str, Array] = {}
+        self._windows: dict[str, tuple[int, Array]] = {}
         self._datasets: dict[str, h5py.Dataset] = {}
         self._length: int | None = None
 
@@ -152,7 +152,7 @@ class Hdf5Source:
 
     # --- columns ---
 
-    def column(self, path: str) -> NDArray[Any]:
+    def column(self, path: str) -> Array:
         if path not in self._columns:
             self._columns[path] = self._read(path, 0, None)
         return self._columns[path]
@@ -173,7 +173,7 @@ class Hdf5Source:
         values = {name: float(self._slice(f"rewards/{name}", row, row + 1)[0]) for name in self.reward_names()}
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
-    def _read(self, path: str, start: int, end: int | None) -> NDArray[Any]:
+    def _read(self, path: str, start: int, end: int | None) -> Array:
         if path.startswith("rewards/"):
             return read(self._dataset(path), start, end)
         values = read_column(self.file, path, start, end)
@@ -187,7 +187,7 @@ class Hdf5Source:
             self._datasets[path] = self.file[path]
         return self._datasets[path]
 
-    def _require_order(self, path: str, values: NDArray[Any]) -> None:
+    def _require_order(self, path: str, values: Array) -> None:
         """Raises ``ConfigError`` unless offsets ascend within what they point to, so that no entry is read twice."""
         if not len(values):
             return
@@ -196,7 +196,7 @@ class Hdf5Source:
         if values[0] < 0 or values[-1] > end or (np.diff(values) < 0).any():
             raise ConfigError(f"{self.path}: /{path}: leads out of its column; run: megaflow-hpc validate {self.path}")
 
-    def _slice(self, path: str, start: int, end: int) -> NDArray[Any]:
+    def _slice(self, path: str, start: int, end: int) -> Array:
         """Returns some entries of a column.
 
         Reads short columns whole. Of a long column it caches the last window read, because rows are mostly read in
@@ -219,7 +219,7 @@ class Hdf5Source:
 
     # --- ragged ---
 
-    def flat(self, rows: NDArray[np.int64]) -> Flat:
+    def flat(self, rows: Integers) -> Flat:
         sequences, counts = items_of(self.column("trajectories/sequence_offset"), rows)
         bounds = self.column("sequences/token_offset")
         starts, ends = bounds[sequences], bounds[sequences + 1]

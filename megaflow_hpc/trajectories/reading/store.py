@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.attributes import campaign_name, root_attributes
-from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, recorded_sources
 from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
@@ -86,7 +86,7 @@ class TrajectoryStore:
         """Yields rows by number or id."""
         return (Row(self.source, self._row(key)) for key in numbers)
 
-    def column(self, name: str) -> NDArray[Any]:
+    def column(self, name: str) -> Array:
         """Returns a column (n) with one entry per row. It must not be changed. Text is returned as objects of ``str``.
 
         Args:
@@ -104,7 +104,7 @@ class TrajectoryStore:
             raise KeyError(f"{name}: no column; there are: {', '.join([*self._table.names, *rewards])}")
         return text(values) if values.dtype.kind in "SO" else values
 
-    def select(self, expression: str) -> NDArray[np.int64]:
+    def select(self, expression: str) -> Integers:
         """Returns the numbers of the rows for which an expression over the columns is true, in order.
 
         >>> store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")         # doctest: +SKIP
@@ -154,12 +154,12 @@ class TrajectoryStore:
         """Returns the concatenated token sequences of some trajectories, by row number or id."""
         return self.source.flat(self._rows(ids))
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Integers:
         """Returns the number of tokens of each row (n), over all its sequences."""
-        lengths: NDArray[np.int64] = self._table.column("tokens")
+        lengths: Integers = self._table.column("tokens")
         return lengths
 
-    def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, NDArray[Any]]:
+    def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, Array]:
         """Returns the token sequences of some trajectories, ready for a trainer.
 
         Args:
@@ -188,7 +188,7 @@ class TrajectoryStore:
         seed: int | None = None,
         shard: tuple[int, int] = (0, 1),
         oversize: Oversize = "error",
-    ) -> Iterator[dict[str, NDArray[Any]]]:
+    ) -> Iterator[dict[str, Array]]:
         """Yields batches of whole trajectories, each packed up to a number of tokens. Every row occurs once.
 
         Args:
@@ -214,7 +214,7 @@ class TrajectoryStore:
         for numbers in plan[rank::ranks]:
             yield make_batch(self.source, numbers, pad)
 
-    def _rows(self, ids: Iterable[int | str]) -> NDArray[np.int64]:
+    def _rows(self, ids: Iterable[int | str]) -> Integers:
         return np.array([self._row(key) for key in ids], np.int64)
 
     @cached_property
