@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 
 import h5py
@@ -78,21 +77,6 @@ def test_other_layouts_of_hdf5_read_the_same(run, rollouts, tmp_path, layout):
     with open_trajectories(path) as store:
         batch = store.batch([7, 3, 25, 11])
         assert {n: batch[n].tobytes() for n in NAMES} == {n: column(rollouts, [7, 3, 11], f) for n, f in NAMES.items()}
-
-
-def test_a_damaged_chunk_is_an_error_that_names_it(run, tmp_path):
-    path = tmp_path / "damaged.h5"
-    path.write_bytes(run.trajectories.read_bytes())
-    with h5py.File(path, "r") as file:
-        place = file["tokens/id"].id.get_chunk_info(0).byte_offset
-    with open(path, "r+b") as file:
-        file.seek(place)
-        file.write(os.urandom(64))
-    with (
-        open_trajectories(path) as store,
-        pytest.raises(OSError, match=r"damaged\.h5: /tokens/id: entries 0 to \d+ cannot be read"),
-    ):
-        store.batch([0])
 
 
 def tokens_of(rollouts, row):

@@ -97,19 +97,6 @@ def test_a_success_after_a_failure_is_given_once_more(run, status, resumed):
     assert look() == []
 
 
-def test_what_lies_behind_a_seal_is_never_given(run):
-    seals = {}
-    follower = Follower(run, seals=lambda: seals)
-    journal = JournalWriter(run.journal_file("a", "0"))
-    journal.append(record(1, block=3))
-    seals[3, 0] = ("a.0", journal.commit())
-    journal.append(record(2, block=3))
-    journal.append(record(4, block=4))
-    journal.close()
-    commit(run, "b", (3, 1, trajectory(2)))
-    assert ids(follower.poll()) == [f"task/default/{n}" for n in (1, 4, 2)]
-
-
 def test_what_lies_behind_a_seal_is_never_given_after_a_cursor_either(run):
     seals = {}
     journal = PartedWriter(run.journal_file("a", "0"), 2000)
@@ -190,20 +177,6 @@ def test_a_torn_record_is_waited_for(run):
         seen += ids(follower.poll())
     path.write_bytes(whole)
     assert seen + ids(follower.poll()) == ["task/default/1", "task/default/2"]
-
-
-def test_journals_in_parts_are_followed(run):
-    follower = Follower(run)
-    seen = []
-    with PartedWriter(run.journal_file("a", "0"), 2000) as journal:
-        for number in range(30):
-            journal.append(record(number))
-            journal.commit()
-            if number % 7 == 0:
-                seen += ids(follower.poll())
-    seen += ids(follower.poll())
-    assert len(list(run.journal.iterdir())) > 3
-    assert seen == [f"task/default/{n}" for n in range(30)]
 
 
 def bytes_read(look) -> int:

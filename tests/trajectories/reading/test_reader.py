@@ -74,29 +74,6 @@ def test_a_running_campaign_shows_the_same_through_journals_and_file(running):
             assert values.tolist() == store.source.column(f"turns/{name}").tolist()
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_ids_are_found_one_by_one_and_many_at_once(running, gathered):
-    if gathered:
-        gather(running)
-    with open_trajectories(running.path) as store:
-        assert [store[rollout].index for rollout in store.ids] == list(range(49))
-        assert [rollout in store for rollout in ("task/default/3", "task/default/333", "\udcff", 3)] == [
-            True,
-            False,
-            False,
-            False,
-        ]
-    with open_trajectories(running.path) as store:
-        assert store[store.ids[48]].index == 48
-        assert [rollout in store for rollout in ("task/default/3", "task/default/333", "\udcff")] == [
-            True,
-            False,
-            False,
-        ]
-        with pytest.raises(KeyError, match="task/default/333: no such rollout"):
-            store["task/default/333"]
-
-
 def test_files_of_older_software_are_read(running, tmp_path):
     """Version 1: strings of variable length, no optional columns, and so no link between messages and calls."""
     path = gather(running)
