@@ -327,21 +327,21 @@ def test_predictions_are_one_file_per_policy_and_sample(run, tmp_path):
     assert (path.name, sorted(json.loads(path.read_text()))) == ("preds.json", ["lost", "nul", "task"])
 
 
-def test_the_patch_of_the_last_step_is_predicted(tmp_path):
-    run = run_dir(tmp_path / "run")
+def predicted(folder, *artifacts: list[Artifact]) -> tuple[list[str], list[str]]:
+    """The patches of the predictions for rollouts with these artifacts, and the warnings."""
+    run = run_dir(folder / "run")
+    commit(run, "a", *((n, 0, trajectory(n, artifacts=own)) for n, own in enumerate(artifacts)))
+    warnings: list[str] = []
+    paths = export(run, folder, "preds", warn=warnings.append)["preds"]
+    return [json.loads(path.read_text())["task"]["model_patch"] for path in paths], warnings
+
+
+def test_the_patch_of_the_last_step_is_predicted_and_an_incomplete_one_is_named(tmp_path):
     steps = [Artifact(f"steps/{name}/patch", name.encode()) for name in ("one", "two")]
-    commit(run, "a", (0, 0, trajectory(0, artifacts=[Artifact("a.diff", b"x"), *steps])))
-    (path,) = export(run, tmp_path, "preds")["preds"]
-    assert json.loads(path.read_text())["task"]["model_patch"] == "two"
-
-
-def test_a_prediction_whose_patch_lacks_something_is_named(tmp_path):
-    run = run_dir(tmp_path / "run")
     lacking = [Artifact("patch", b"x"), Artifact("patch.error", "error: unable to index 'ü'".encode())]
-    commit(run, "a", (0, 0, trajectory(0, artifacts=lacking)), (1, 0, trajectory(1, artifacts=lacking[1:])))
-    said: list[str] = []
-    export(run, tmp_path, "preds", warn=said.append)
-    assert said == [f"task/default/{n}: patch is incomplete: error: unable to index 'ü'" for n in range(2)]
+    patches, warnings = predicted(tmp_path, [Artifact("a.diff", b"x"), *steps], lacking, lacking[1:])
+    assert patches == ["two", "x", ""]
+    assert warnings == [f"task/default/{n}: patch is incomplete: error: unable to index 'ü'" for n in (1, 2)]
 
 
 def test_rollouts_of_a_task_that_was_asked_again_have_files_of_their_own(tmp_path):

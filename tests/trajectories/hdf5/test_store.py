@@ -198,35 +198,27 @@ def test_rows_are_found_by_number_and_id(run, gathered):
             _ = store[0].nothing
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_batch_holds_every_sequence_of_the_rows_asked_for(run, gathered):
-    if gathered:
-        gather(run)
+def test_a_padded_batch_fills_each_line_with_what_was_not_sampled(run):
+    gather(run)
+    sequences = trajectory(5).sequences + trajectory(2).sequences
+    longest = max(len(s.tokens) for s in sequences)
     with open_trajectories(run.path) as store:
-        batch = store.batch(["task/default/5", 2, 0])
-        sequences = trajectory(5).sequences + trajectory(2).sequences
-        assert batch["trajectory"].tolist() == [5, 5, 2, 2]
-        assert batch["offsets"].tolist() == np.cumsum([0, *(len(s.tokens) for s in sequences)]).tolist()
-        assert batch["tokens"].tobytes() == b"".join(s.tokens.tobytes() for s in sequences)
-        held = np.concatenate([np.asarray(s.logprobs, np.float32) for s in sequences])
-        assert np.isnan(held).any()  # in the store; a sum over a batch is masked by a product
-        assert batch["logprobs"].tolist() == np.nan_to_num(held, nan=0).tolist()
-        assert (batch["logprobs"] * batch["loss_mask"]).sum() == np.nansum(held)
-        assert batch["loss_mask"].tobytes() == b"".join(s.loss_mask.tobytes() for s in sequences)
-        assert batch["weight_version"].tobytes() == b"".join(s.weight_versions.tobytes() for s in sequences)
-        assert batch["reward"].tolist() == [1, 1, 0, 0]
-        assert set(batch["group"]) == {"task/default"}
-        assert set(batch["policy"]) == {"default"}
+        flat = store.batch(["task/default/5", 2, 0])
         padded = store.batch([5, 2], pad=-7)
-        longest = max(len(s.tokens) for s in sequences)
-        for line, s in enumerate(sequences):
-            size = len(s.tokens)
-            assert padded["tokens"][line].tolist() == list(s.tokens) + [-7] * (longest - size)
-            assert not padded["loss_mask"][line, size:].any()
-            assert not padded["logprobs"][line, size:].any()
-            assert (padded["weight_version"][line, size:] == -1).all()
-        types = {name: str(padded[name].dtype) for name in ("tokens", "loss_mask", "logprobs", "weight_version")}
-        assert types == {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "weight_version": "int32"}
+    assert (flat["trajectory"].tolist(), flat["reward"].tolist()) == ([5, 5, 2, 2], [1, 1, 0, 0])
+    assert flat["offsets"].tolist() == np.cumsum([0, *(len(s.tokens) for s in sequences)]).tolist()
+    assert (set(flat["group"]), set(flat["policy"])) == ({"task/default"}, {"default"})
+    held = np.concatenate([np.asarray(s.logprobs, np.float32) for s in sequences])
+    assert np.isnan(held).any()  # in the store; a sum over a batch is masked by a product
+    assert (flat["logprobs"] * flat["loss_mask"]).sum() == np.nansum(held)
+    for line, s in enumerate(sequences):
+        size = len(s.tokens)
+        assert padded["tokens"][line].tolist() == list(s.tokens) + [-7] * (longest - size)
+        assert not padded["loss_mask"][line, size:].any()
+        assert not padded["logprobs"][line, size:].any()
+        assert (padded["weight_version"][line, size:] == -1).all()
+    types = {name: str(padded[name].dtype) for name in ("tokens", "loss_mask", "logprobs", "weight_version")}
+    assert types == {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "weight_version": "int32"}
 
 
 def test_new_records_make_the_file_stale(run):

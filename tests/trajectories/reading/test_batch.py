@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-import h5py
 import numpy as np
 import pytest
 
@@ -57,26 +56,6 @@ def test_batches_in_any_order_are_exact(run, rollouts):
             batch = store.batch(rows)
             assert {n: batch[n].tobytes() for n in NAMES} == {n: column(rollouts, rows, f) for n, f in NAMES.items()}
             assert batch["trajectory"].tolist() == [row for row in rows for _ in rollouts[row].sequences]
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "plain chunks", "larger chunks", "unshuffled"])
-def test_other_layouts_of_hdf5_read_the_same(run, rollouts, tmp_path, layout):
-    path = tmp_path / "other.h5"
-    path.write_bytes(run.trajectories.read_bytes())
-    options = {
-        "contiguous": {},
-        "plain chunks": {"chunks": (100,)},
-        "larger chunks": {"chunks": (16384,), "compression": "gzip", "shuffle": True},
-        "unshuffled": {"chunks": (777,), "compression": "gzip"},
-    }[layout]
-    with h5py.File(path, "r+") as file:
-        for name in ("id", "logprob", "loss_mask", "weight_version"):
-            values = file[f"tokens/{name}"][:]
-            del file[f"tokens/{name}"]
-            file.create_dataset(f"tokens/{name}", data=values, **options)
-    with open_trajectories(path) as store:
-        batch = store.batch([7, 3, 25, 11])
-        assert {n: batch[n].tobytes() for n in NAMES} == {n: column(rollouts, [7, 3, 11], f) for n, f in NAMES.items()}
 
 
 def tokens_of(rollouts, row):

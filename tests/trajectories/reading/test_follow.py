@@ -97,25 +97,6 @@ def test_a_success_after_a_failure_is_given_once_more(run, status, resumed):
     assert look() == []
 
 
-def test_what_lies_behind_a_seal_is_never_given_after_a_cursor_either(run):
-    seals = {}
-    journal = PartedWriter(run.journal_file("a", "0"), 2000)
-    journal.append(record(1, block=3))
-    first = Follower(run, seals=lambda: seals)
-    seals[3, 0] = ("a.0", journal.commit())
-    assert ids(first.poll()) == ["task/default/1"]
-    for number in range(10, 30):  # behind the seal, in several parts; block 4 is still its own
-        journal.append(record(number, block=3 + number % 2))
-        journal.commit()
-    journal.close()
-    commit(run, "b", (3, 1, trajectory(2)))
-    left = [f"task/default/{n}" for n in (*range(11, 30, 2), 2)]
-    cursor = first.cursor
-    assert ids(Follower(run, seals=lambda: seals, cursor=cursor).poll()) == left
-    assert ids(first.poll()) == left
-    assert len(first.cursor["journals"]) > 3
-
-
 def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
     """Journals grow, are sealed, split and added while one follower after the other takes over from a cursor."""
     draw, seals, cursor, seen = random.Random(5), {}, None, []
