@@ -14,7 +14,7 @@ import numpy as np
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import image_files, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run
+from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.version import __version__
 
 
@@ -30,8 +30,6 @@ def root_attributes(run: RunDir) -> dict[str, str]:
     }
     if planned.version:
         versions["planned by megaflow-hpc"] = planned.version
-    if "models" not in versions and planned.policies:
-        versions["models"] = {name: _model(policy) for name, policy in planned.policies.items()}
     with suppress(ConfigError):  # the file of tasks may have been purged; its images are then unknown
         images = image_files(planned_tasks(run, planned))
         if images:
@@ -40,10 +38,6 @@ def root_attributes(run: RunDir) -> dict[str, str]:
         "config": json.dumps(without_secrets(planned.campaign), sort_keys=True, default=str),
         "versions": json.dumps(without_secrets(versions), sort_keys=True, default=str),
     }
-
-
-def _model(policy: PolicyRecord) -> dict[str, Any] | None:
-    return {key: policy.model[key] for key in ("engine", "path") if key in policy.model} if policy.model else None
 
 
 def campaign_name(run: RunDir) -> str:

@@ -46,6 +46,26 @@ class Column(NamedTuple):
         """Whether it is an offset column, which has one entry more than there are items."""
         return self.extent.endswith("+1")
 
+    @property
+    def chunk(self) -> int:
+        """Entries per chunk. A chunk has some ten kB, so few chunks hold a rollout's tokens."""
+        if self.path == "messages/json":
+            return _TEXT_CHUNK
+        if self.path == "artifacts/bytes":
+            return BYTE_CHUNK
+        if self.group == "tokens":
+            return TOKEN_CHUNK
+        return 1024 if self.dtype == STRING else ROW_CHUNK
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether it has the shuffle filter.
+
+        The filter does not help with single bytes, with log-probabilities (mostly noise) or with weight versions
+        (mostly runs).
+        """
+        return self.dtype != "uint8" and self.path not in ("tokens/logprob", "tokens/weight_version")
+
 
 class ColumnGroup(NamedTuple):
     """A group of the file."""
@@ -303,25 +323,6 @@ ROW_CHUNK = 4096
 BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
 """Bytes of messages per chunk: deflate looks back 32 kB, and each chunk begins with nothing to look back to."""
-
-
-def chunk(column: Column) -> int:
-    """Returns the entries per chunk of a column. A chunk has some ten kB, so few chunks hold a rollout's tokens."""
-    if column.path == "messages/json":
-        return _TEXT_CHUNK
-    if column.path == "artifacts/bytes":
-        return BYTE_CHUNK
-    if column.group == "tokens":
-        return TOKEN_CHUNK
-    return 1024 if column.dtype == STRING else ROW_CHUNK
-
-
-def shuffled(column: Column) -> bool:
-    """Returns whether the shuffle filter is used for a column.
-
-    It does not help with single bytes, with log-probabilities (mostly noise) or with weight versions (mostly runs).
-    """
-    return column.dtype != "uint8" and column.path not in ("tokens/logprob", "tokens/weight_version")
 
 
 def markdown() -> str:

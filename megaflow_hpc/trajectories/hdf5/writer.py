@@ -31,8 +31,6 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     TEXT,
     UNKNOWN_AS_NAN,
     Column,
-    chunk,
-    shuffled,
     text_offset,
 )
 from megaflow_hpc.trajectory import Trajectory, linked
@@ -169,11 +167,10 @@ class TextColumnWriter:
 
 def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnWriter:
     """Creates an empty column of the schema."""
-    entries = chunk(column)
     if column.dtype == TEXT:
-        return TextColumnWriter(file, column.path, entries)
+        return TextColumnWriter(file, column.path, column.chunk)
     dtype = "S" if column.dtype == STRING else column.dtype
-    return ColumnWriter(file, column.path, dtype, entries, shuffled(column))
+    return ColumnWriter(file, column.path, dtype, column.chunk, column.is_shuffled)
 
 
 def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
