@@ -200,7 +200,8 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
     rated = np.add.reduceat(known.astype(np.int64), starts)
     passed = np.add.reduceat((rewards >= threshold).astype(np.int64), starts)
     sums = np.add.reduceat(np.where(known, rewards, 0.0), starts)
-    middle = (seconds[order[starts + (samples - 1) // 2]] + seconds[order[starts + samples // 2]]) / 2
+    seconds = seconds[order]
+    medians = (seconds[starts + (samples - 1) // 2] + seconds[starts + samples // 2]) / 2
     return [
         TaskFigures(
             task=rows.task.of(row),
@@ -209,7 +210,7 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
             rated=int(rated[at]),
             passed=int(passed[at]),
             mean=significant(float(sums[at] / rated[at])) if rated[at] else None,
-            seconds=significant(float(middle[at])),
+            seconds=significant(float(medians[at])),
         )
         for at, row in enumerate(order[starts].tolist())
     ]

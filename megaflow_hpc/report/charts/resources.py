@@ -12,6 +12,7 @@ from megaflow_hpc.report.charts.specs import (
     PHASE_COLOURS,
     STAGE_COLOURS,
     Chart,
+    Data,
     Named,
     Spec,
     by_series,
@@ -176,9 +177,7 @@ def _stack_row(series: str, part: str, seconds: Spread, share: float, colours: M
     return {"series": series, "part": part, "order": order, "share": share, **numbers}
 
 
-def _stacked(
-    name: str, title: str, note: str, values: Sequence[dict[str, Any]], colours: Mapping[str, str]
-) -> Chart | None:
+def _stacked(name: str, title: str, note: str, values: Data, colours: Mapping[str, str]) -> Chart | None:
     """Returns a bar for each policy with the mean seconds of its parts."""
     if not values:
         return None
@@ -238,7 +237,7 @@ def tasks(runs: Named) -> Chart | None:
 
 def cost(runs: Named) -> Chart | None:
     """Returns hours held by role."""
-    values: list[dict[str, Any]] = []
+    values: Data = []
     for label, run in runs:
         for role in run.cost.roles:
             name = series_name(label, role.role, runs)
@@ -261,7 +260,7 @@ def cost(runs: Named) -> Chart | None:
     return Chart(name="cost", title="Core-hours and GPU-hours", note=note, spec=spec)
 
 
-def _hours(role: str, what: str, hours: float, idle: float | None) -> list[dict[str, Any]]:
+def _hours(role: str, what: str, hours: float, idle: float | None) -> Data:
     parts = {"held": hours} if idle is None else {"in use": hours - idle, "idle": idle}
     return [{"role": role, "what": what, "series": name, "hours": value} for name, value in parts.items() if value]
 

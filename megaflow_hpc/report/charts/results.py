@@ -9,6 +9,7 @@ import msgspec
 
 from megaflow_hpc.report.charts.specs import (
     Chart,
+    Data,
     Named,
     Spec,
     by_series,
@@ -65,7 +66,7 @@ def differences(of_runs: Sequence[Difference]) -> Chart | None:
     return Chart(name="difference", title="Difference", note=note, spec=spec)
 
 
-def _intervals(values: Sequence[dict[str, Any]], x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
+def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
     """Returns a point on a line from ``low`` to ``high`` for each series."""
     encoding = {"y": channel("series", "N", None), "color": {**by_series(), "legend": None}, "tooltip": list(tip)}
     return spec_of(
@@ -78,7 +79,7 @@ def _intervals(values: Sequence[dict[str, Any]], x: Spec, value: str, tip: Seque
     )
 
 
-def _of_policies(runs: Named, name: str) -> list[dict[str, Any]]:
+def _of_policies(runs: Named, name: str) -> Data:
     """Returns the items of a field of every policy's figures as rows of data."""
     rows = []
     for label, run in runs:
@@ -89,13 +90,14 @@ def _of_policies(runs: Named, name: str) -> list[dict[str, Any]]:
 
 
 def _histogram(
-    name: str, title: str, note: str, values: Sequence[dict[str, Any]], runs: Named, scale: dict[str, Any] | None = None
+    name: str, title: str, note: str, values: Data, runs: Named, scale: dict[str, Any] | None = None
 ) -> Chart | None:
     if not values:
         return None
     axis = {}
     lows = {value["low"] for value in values}
-    whole_numbers = {(value["low"] + value["high"]) / 2 for value in values if value["high"] - value["low"] == 1}
+    bars_of_one = [value for value in values if value["high"] - value["low"] == 1]
+    whole_numbers = {(value["low"] + value["high"]) / 2 for value in bars_of_one}
     if len(whole_numbers) == len(lows) <= 16:
         axis = {"values": sorted(whole_numbers), "format": "d"}
     encoding = {

@@ -17,6 +17,8 @@ from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.rollouts import PHASES
 
 Spec = dict[str, Any]
+Data = list[dict[str, Any]]
+"""Rows of data of a chart."""
 Named = Sequence[tuple[str, RunFigures]]
 """Runs, each with its label in charts."""
 
@@ -68,12 +70,12 @@ def theme(dark: bool) -> Spec:
     }
 
 
-def spec_of(values: Sequence[dict[str, Any]], **more: Any) -> Spec:
+def spec_of(values: Data, **more: Any) -> Spec:
     """Returns a specification over rows of data that fills the width of its place."""
-    return {"$schema": SCHEMA, "data": {"values": list(values)}, "width": "container", "height": 240, **more}
+    return {"$schema": SCHEMA, "data": {"values": values}, "width": "container", "height": 240, **more}
 
 
-def height_of(values: Sequence[dict[str, Any]], field: str, each: int) -> int:
+def height_of(values: Data, field: str, each: int) -> int:
     """Returns the height in pixels of a chart with ``each`` pixels for every distinct value of a field."""
     return each * len({value[field] for value in values})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaflow_hpc.trajectories.exports.parquet import pyarrow
-from megaflow_hpc.trajectories.hdf5.columns import Array, text
+from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 
@@ -38,8 +38,9 @@ def write(job: ExportJob) -> list[Path]:
     """Writes ``areal.parquet``."""
     pa = pyarrow()
     path = job.directory / "areal.parquet"
-    fields = [(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, (dtype, _) in COLUMNS.items()]
-    fields += [("rewards", pa.float32()), ("trajectory", pa.string()), ("group", pa.string()), ("policy", pa.string())]
+    fields = {name: pa.list_(pa.from_numpy_dtype(dtype)) for name, (dtype, _) in COLUMNS.items()}
+    fields["rewards"] = pa.float32()
+    fields |= dict.fromkeys(("trajectory", "group", "policy"), pa.string())
     schema = pa.schema(fields)
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
@@ -53,10 +54,10 @@ def write(job: ExportJob) -> list[Path]:
                 "attention_mask": np.ones(len(flat.tokens), np.bool_),
             }
             columns = {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in tokens.items()}
-            columns["rewards"] = pa.array(job.store.column("reward")[flat.row], pa.float32())
-            columns["trajectory"] = pa.array(job.store.column("id")[flat.row], pa.string())
-            columns["group"] = pa.array(job.store.column("group")[flat.row], pa.string())
-            columns["policy"] = pa.array(text(flat.policy), pa.string())
+            columns["rewards"] = job.store.column("reward")[flat.row]
+            columns["trajectory"] = job.store.column("id")[flat.row]
+            columns["group"] = job.store.column("group")[flat.row]
+            columns["policy"] = flat.policy
             writer.write_table(pa.Table.from_pydict(columns, schema=schema))
     return [path]
 

@@ -51,7 +51,9 @@ def write(job: ExportJob) -> list[Path]:
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
             rows = list(job.store.rows(numbers))
-            columns: dict[str, Any] = {column.name: job.store.column(column.name)[numbers] for column in ROW_COLUMNS}
+            columns: dict[str, Any] = {}
+            for column in ROW_COLUMNS:
+                columns[column.name] = job.store.column(column.name)[numbers]
             if names:
                 rewards = [pa.array(job.store.column(f"rewards/{name}")[numbers], pa.float32()) for name in names]
                 columns["rewards"] = pa.StructArray.from_arrays(rewards, list(names))

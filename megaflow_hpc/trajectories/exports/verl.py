@@ -110,10 +110,10 @@ def _schema(pa: Any) -> Any:
     return pa.schema(
         [
             ("data_source", text),
-            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("prompt", pa.list_(pa.struct({"role": text, "content": text}))),
             ("ability", text),
-            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            ("extra_info", pa.struct([("index", whole), ("sequence", whole), ("task_id", text), ("trajectory", text)])),
+            ("reward_model", pa.struct({"style": text, "ground_truth": text})),
+            ("extra_info", pa.struct({"index": whole, "sequence": whole, "task_id": text, "trajectory": text})),
             ("uid", text),
             ("prompts", pa.list_(pa.int32())),
             ("responses", pa.list_(pa.int32())),

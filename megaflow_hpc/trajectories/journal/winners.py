@@ -161,7 +161,7 @@ def journals(run: RunDir) -> list[Path]:
     """Returns the journal files of a run, sorted by name."""
     if not run.journal.is_dir():
         return []
-    return sorted(path for path in run.journal.iterdir() if path.name.endswith(SUFFIX) and path.name[0] != ".")
+    return sorted(path for path in run.journal.glob(f"*{SUFFIX}") if not path.name.startswith("."))
 
 
 def seals_of(run: RunDir) -> Seals:

@@ -104,7 +104,8 @@ def _turns(file: h5py.File) -> Iterator[str]:
     owner = _owners(file, "trajectories/turn_offset")[linked]
     for i in _first(read(file["sequences/trajectory"])[sequence] != owner):
         yield f"/turns/sequence: row {linked[i]}: a sequence of another trajectory"
-    for i in _first((start < offsets[sequence]) | (start > end) | (end > offsets[sequence + 1])):
+    is_outside = (start < offsets[sequence]) | (end > offsets[sequence + 1])
+    for i in _first(is_outside | (start > end)):
         yield f"/turns: row {linked[i]}: tokens {start[i]} to {end[i]}, outside its sequence"
 
 

@@ -61,8 +61,11 @@ class JournalSource:
         return escape(value) if isinstance(value, str) else value
 
     def rewards(self, row: int) -> dict[str, float]:
-        values = {reward_name(name): float(np.float32(value)) for name, value in self._load(row).rewards.items()}
-        return {name: value for name, value in sorted(values.items()) if not math.isnan(value)}
+        rewards = {}
+        for name, value in self._load(row).rewards.items():
+            if not math.isnan(value):
+                rewards[reward_name(name)] = float(np.float32(value))
+        return dict(sorted(rewards.items()))
 
     def messages(self, row: int) -> list[dict[str, Any]]:
         return [json.loads(message_json(message)) for message in self._load(row).messages]

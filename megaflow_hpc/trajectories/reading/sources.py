@@ -170,8 +170,12 @@ class Hdf5Source:
         return value if isinstance(value, str) else value.item()
 
     def rewards(self, row: int) -> dict[str, float]:
-        values = {name: float(self._slice(f"rewards/{name}", row, row + 1)[0]) for name in self.reward_names()}
-        return {name: value for name, value in values.items() if not math.isnan(value)}
+        rewards = {}
+        for name in self.reward_names():
+            value = float(self._slice(f"rewards/{name}", row, row + 1)[0])
+            if not math.isnan(value):
+                rewards[name] = value
+        return rewards
 
     def _read(self, path: str, start: int, end: int | None) -> Array:
         if path.startswith("rewards/"):
