@@ -1,4 +1,4 @@
-"""Campaign files of other users: none makes a verb read elsewhere, use up the machine or crash."""
+"""A campaign file of another user cannot make a verb read other files, exhaust the machine or crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports, read by the programs that they are made for; and the way back."""
+"""Exports are read by the programs that they are made for, and JSON lines are imported again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def export(run, out: Path, *formats: str, **options) -> dict[str, list[Path]]:
 
 
 def columns(path: Path) -> dict[str, bytes]:
-    """Every dataset's values, strings of any width alike."""
+    """Values of every dataset, with strings of any width alike."""
     found = {}
 
     def add(name, item):
@@ -285,9 +285,9 @@ def test_atif_steps_hold_messages_tools_and_calls(run, rollouts, tmp_path):
     assert (lost["extra"]["reward"], lost["extra"]["status"]) == (None, "failed")
 
 
-@pytest.mark.slow  # where Harbor is not yet installed
+@pytest.mark.slow  # if Harbor is not installed yet
 def test_harbors_own_models_take_every_atif_document(run, tmp_path):
-    """In Harbor's virtual environment, which needs a newer Python; the launcher makes it where there is none."""
+    """Run in Harbor's virtual environment, which needs a newer Python. The launcher creates it if it is missing."""
     launcher = LAUNCHERS / "harbor-env.sh"
     made = subprocess.run(["bash", launcher], capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr

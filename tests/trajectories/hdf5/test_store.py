@@ -1,4 +1,4 @@
-"""From journals to one HDF5 file, and back through the reader: everything is there, bit for bit."""
+"""Journals are gathered into one HDF5 file and read back: everything is there, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.samples import commit, run_dir, trajectory
 
 
 def same(left, right) -> bool:
-    """Equal records, NaN and float32 included."""
+    """Whether two records are equal, including NaN and float32."""
     return repr(left.to_record()) == repr(right.to_record())
 
 
@@ -314,7 +314,7 @@ def test_an_unknown_dataset_is_ignored(run):
 
 
 def test_texts_of_variable_length_are_read_as_hdf5_reads_them(tmp_path):
-    """Empty, long, many, not in UTF-8: columns of versions 1 and 2."""
+    """Columns of versions 1 and 2: empty and long texts, many texts, and invalid UTF-8."""
     texts = ["", "a", "ü" * 3, "b" * 5000, "", *(f"{n} " * (n % 90) for n in range(900)), "x" * 100_000]
     with h5py.File(tmp_path / "x.h5", "w") as file:
         column = file.create_dataset("texts", data=texts, dtype=h5py.string_dtype(), chunks=(64,), compression=1)
@@ -346,7 +346,7 @@ def test_texts_of_any_length_are_bytes_and_offsets(tmp_path):
 
 
 def test_chunks_are_decoded_as_hdf5_decodes_them(tmp_path):
-    """With every combination of the filters that campaign files have; the last chunk is partly filled."""
+    """Every combination of the filters of campaign files. The last chunk is partly filled."""
     values = np.random.default_rng(0).integers(0, 1000, 3000).astype(np.int32)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         for number, (shuffle, fletcher32) in enumerate(product((False, True), repeat=2)):

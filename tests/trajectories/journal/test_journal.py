@@ -1,4 +1,4 @@
-"""The journal keeps what was acknowledged, whatever is cut, overwritten or killed."""
+"""The journal keeps acknowledged records after cuts, overwritten bytes and kills."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_tail_of_zeros_or_noise_is_torn_not_an_error(tmp_path):
     ends = write(path, [{"n": n} for n in range(3)])
     for tail in (bytes(4096), random.Random(1).randbytes(4096), MARKER * 100, path.read_bytes()):
         copy = tmp_path / "copy"
-        copy.write_bytes(path.read_bytes() + tail)  # the last: whole frames, but at a foreign place
+        copy.write_bytes(path.read_bytes() + tail)  # the last one has whole frames, but at another offset
         assert numbers(copy) == [0, 1, 2]
         assert valid_length(copy) == ends[-1]
 

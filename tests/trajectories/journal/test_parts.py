@@ -1,4 +1,4 @@
-"""Journals in several parts, as earlier versions wrote them: offsets and seals count over all parts."""
+"""Journals in several parts, as earlier versions wrote them. Offsets and seals count over all parts."""
 
 from __future__ import annotations
 

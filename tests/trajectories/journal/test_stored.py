@@ -1,4 +1,4 @@
-"""What a block's earlier holders have stored: only their journals are read, within their seals, and each once."""
+"""Finding the rollouts that earlier holders of a block stored reads only their journals, within the seals, and once."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_reader_renews_its_lease_within_a_long_journal(run: RunDir, parted: 
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The file system answers one time that it has forgotten a file."""
+    """Makes one call fail with ESTALE."""
     real, failed = getattr(stored_module, name), []
 
     def fails(*arguments: Any) -> Any:

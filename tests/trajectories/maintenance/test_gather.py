@@ -1,4 +1,4 @@
-"""Gathering: every winner once, in commit order, with bounded memory, and nothing left of a killed gather."""
+"""Gathering writes every winner once, in commit order, with bounded memory. A killed gather leaves no file behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 120
 
 @pytest.fixture
 def run(tmp_path):
-    """Three pods whose rollouts are between one another in time."""
+    """Three pods whose rollouts alternate in time."""
     run = run_dir(tmp_path / "run")
     write_between(run, 3, ROWS)
     return run

@@ -1,4 +1,4 @@
-"""Verify, compact, anonymise and du; and stores on full, read-only and contested file systems."""
+"""Verify, compact, anonymise and du; and stores on full, read-only and locked file systems."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_anonymise_leaves_no_name_anywhere(tmp_path):
     result = anonymise(gather(run), tmp_path / "shared.h5", ["turing"])
     assert result == {"trajectories": 2, "changed": 1, "without_tokens": 1}
     assert validate(tmp_path / "shared.h5") == []
-    plain = tmp_path / "plain.h5"  # without compression, so that every byte is there to be searched
+    plain = tmp_path / "plain.h5"  # without compression, so that every byte can be searched
     subprocess.run(["h5repack", "-f", "NONE", tmp_path / "shared.h5", plain], check=True)
     content = plain.read_bytes()
     for word in (b"ada.l", b"fat-node7", b"turing", b"991199", b"cluster.example"):
@@ -209,7 +209,7 @@ def test_hdf5s_own_tools_take_the_file(run, tmp_path):
         assert word in subprocess.run([*tool, path], check=True, capture_output=True, text=True).stdout
 
 
-# --- bad places to write to ---
+# --- full, read-only and locked file systems ---
 
 LIMITED = textwrap.dedent("""
     import resource, sys

@@ -111,7 +111,7 @@ def test_padding_on_either_side():
 NAN = math.nan
 REWARDS = np.array([1, 10, 0, 3, NAN, 0, 7, 2], np.float32)
 GROUPS = np.array(list("abaaabca"), object)
-"""Group a: 1 0 3 2 and one unverified; b: 10 0; c alone."""
+"""Group a has 1, 0, 3, 2 and one unverified; b has 10 and 0; c has one row."""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_median_of_an_odd_group_gets_nothing_and_equal_rewards_neither():
     assert odd.tolist() == [4, -1, 0]
     for kind in ("grpo", "drgrpo", "rloo", "median"):
         assert advantages(np.ones(4, np.float32), np.zeros(4), kind).tolist() == [0, 0, 0, 0]
-    with np.errstate(all="raise"):  # equal rewards, and a group of one, with nothing added to a divisor of 0
+    with np.errstate(all="raise"):  # equal rewards and a group of one, without epsilon
         rewards, groups = np.array([0.1, 0.1, 0.1, 1, 0, 3], np.float32), np.array(list("aaabbc"))
         assert advantages(rewards, groups, "grpo", epsilon=0, ddof=0).tolist() == [0, 0, 0, 1, -1, 0]
     with pytest.raises(ConfigError, match="advantage 'ppo': there are grpo"):

@@ -1,4 +1,4 @@
-"""Following a campaign: each rollout once, only what is durable, and nothing read twice."""
+"""A follower yields each rollout once, only durable ones, and reads no byte twice."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_success_after_a_failure_is_given_once_more(run, status, resumed):
 
 
 def test_any_cut_of_a_campaign_into_followers_gives_every_rollout_once(run):
-    """Journals grow, are sealed, split and added while one follower after the other takes over from a cursor."""
+    """Journals grow, are sealed, split and added, while each follower continues from the cursor of the last one."""
     draw, seals, cursor, seen = random.Random(5), {}, None, []
     writers: list[PartedWriter | None] = [None] * 3
     epochs = [-1] * 3
@@ -161,7 +161,7 @@ def test_a_torn_record_is_waited_for(run):
 
 
 def bytes_read(look) -> int:
-    """Bytes that this process read from files while it looked."""
+    """Bytes that this process read from files during a call."""
 
     def count() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -175,8 +175,8 @@ def bytes_read(look) -> int:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_bytes_are_read_once(run, resumed):
-    """A look costs what is new and a constant per journal that grew, whatever was there before."""
-    buffer = 2 * io.DEFAULT_BUFFER_SIZE + 4096  # the header and the last record are read with what lies behind them
+    """A poll reads the new bytes, and a constant for each journal that grew."""
+    buffer = 2 * io.DEFAULT_BUFFER_SIZE + 4096  # the header and the last record are read with the bytes behind them
     follower, most = Follower(run), 0
     with PartedWriter(run.journal_file("a", "0"), 300_000) as journal:
         for number in range(60):
@@ -189,7 +189,7 @@ def test_bytes_are_read_once(run, resumed):
             found = []
             read = bytes_read(lambda look=follower, found=found: found.extend(look.entries()))
             assert len(found) == 10
-            if number:  # the first look imports
+            if number:  # the first poll imports modules
                 most = max(most, read - (journal.length - before))
             assert bytes_read(follower.entries) == 0
     assert len(list(run.journal.iterdir())) > 3

@@ -1,4 +1,4 @@
-"""Opening: a running campaign through its journals, older files, replaced files, large ones."""
+"""Opening a running campaign through its journals, files of older versions, replaced files and large files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.samples import commit, run_dir, trajectory
 
 @pytest.fixture
 def running(tmp_path):
-    """A campaign of two pods: journals in parts, and one rollout carried out twice."""
+    """A campaign of two pods, with journals in parts and one rollout that ran twice."""
     run = run_dir(tmp_path / "run")
     for pod, first in (("a", 0), ("b", 30)):
         with PartedWriter(run.journal_file(pod, "0"), 6000) as journal:
@@ -126,7 +126,7 @@ MANY = 300_000
 
 
 def test_opening_reads_no_row(tmp_path):
-    """What opening allocates does not grow with the rows, and one row reads no whole column."""
+    """The memory for opening does not grow with the rows, and reading one row reads no whole column."""
     run = run_dir(tmp_path / "run")
     commit(run, "a", *((0, 0, trajectory(n)) for n in range(3)))
     path = gather(run)
