@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Span = tuple[float, float]
-BINS = 240
+CURVE_POINTS = 240
 """Points of a curve over time, more than a screen shows."""
 
 

@@ -12,18 +12,17 @@ import numpy as np
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.rollouts import RolloutColumns
-from megaflow_hpc.report.series import BINS, Floats, Span, lanes, mean_level, peak_level, significant, thinned
+from megaflow_hpc.report.series import CURVE_POINTS, Floats, Span, lanes, mean_level, peak_level, significant, thinned
 from megaflow_hpc.rundir.events import AttemptEvent, EventReader, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 
-BARS = 2500
+MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
-LONGEST = 100
-PODS = 64
+LONGEST_BARS = 100
+"""Number of the longest rollouts that are always shown."""
+MAX_POD_ROWS = 64
 """Maximum number of pods with rows of their own; those with the most rollouts are chosen."""
-
-
 ALIVE = ("started", "draining")
 """States of a pod before its last event."""
 
@@ -180,7 +179,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     if not len(rows):
         return Concurrency()
     began, ended = float(rows.started_at.min()), float(rows.finished_at.max())
-    edges = np.linspace(began, max(ended, began + 1e-3), BINS + 1)
+    edges = np.linspace(began, max(ended, began + 1e-3), CURVE_POINTS + 1)
     running = mean_level(rows.started_at, rows.finished_at, edges)
     # Each rollout waits from the beginning until it starts. Rollouts that are not stored yet may wait or run.
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
@@ -251,17 +250,16 @@ def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
 
 
 def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
-    """Returns a timeline of at most :data:`PODS` pods: at most :data:`BARS` rollouts, evenly spaced in time, and the
-    :data:`LONGEST` longest ones."""
+    """Returns a timeline of the pods with the most rollouts: rollouts evenly spaced in time, and the longest ones."""
     if not len(rows):
         return []
     order = np.argsort(rows.started_at, kind="stable").tolist()
     pods = {row: pod_of(rows, events, row) for row in order}
-    shown = {pod for pod, _ in Counter(pods.values()).most_common(PODS)}
+    shown = {pod for pod, _ in Counter(pods.values()).most_common(MAX_POD_ROWS)}
     candidates = [row for row in order if pods[row] in shown]
-    chosen = {candidates[index] for index in thinned(len(candidates), BARS).tolist()}
-    if len(candidates) > BARS:
-        chosen.update(sorted(candidates, key=lambda row: -rows.seconds[row])[:LONGEST])
+    chosen = {candidates[index] for index in thinned(len(candidates), MAX_BARS).tolist()}
+    if len(candidates) > MAX_BARS:
+        chosen.update(sorted(candidates, key=lambda row: -rows.seconds[row])[:LONGEST_BARS])
     by_pod: dict[str, list[int]] = {}
     for row in candidates:
         if row in chosen:

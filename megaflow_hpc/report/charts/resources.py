@@ -24,7 +24,7 @@ from megaflow_hpc.report.charts.specs import (
 )
 from megaflow_hpc.report.figures import RunFigures
 from megaflow_hpc.report.series import Spread
-from megaflow_hpc.report.timeline import PODS, Bar, PodFigures
+from megaflow_hpc.report.timeline import MAX_POD_ROWS, Bar, PodFigures
 
 TASKS_SHOWN = 40
 MAX_HEIGHT = 1000
@@ -40,8 +40,8 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
     if not bars:
         return None
     shown = {bar.pod for bar in bars}
-    if len(shown) < PODS:
-        shown.update(pod.pod for pod in run.pods[: PODS - len(shown)])
+    if len(shown) < MAX_POD_ROWS:
+        shown.update(pod.pod for pod in run.pods[: MAX_POD_ROWS - len(shown)])
     seconds, unit = _unit(run.seconds)
     values = [msgspec.to_builtins(bar) for bar in bars]
     pods = [msgspec.to_builtins(pod) for pod in run.pods if pod.pod in shown]
