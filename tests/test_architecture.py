@@ -89,7 +89,7 @@ DOORS: dict[str, str] = {
     "model": "",
     "model/engines": "model",
     "model/engines/scripted": "model",
-    "model/gateway": "model model/gateway/dialects",
+    "model/gateway": "model model/gateway/dialects rundir",
     "model/gateway/dialects": "model model/gateway",
     "model/server": "model model/engines rundir ledger",
     "agents": "tasks environments/sandbox",

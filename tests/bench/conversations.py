@@ -161,29 +161,18 @@ class Outcome:
 
 async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: str = "split") -> Outcome:
     """Holds ``count`` conversations at one gateway, eight at a time."""
-    from aiohttp import web
-
-    from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
-    from megaflow_hpc.model.gateway.server import ModelGateway
+    from megaflow_hpc.model.engines.scripted.engine import SplitEngine
+    from tests.support.serving import gateway_before
 
     engine = SplitEngine(RandomScript(seed), "m", drift=drift, seed=seed)
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    record = {"server": "default.0", "policy": "default", "url": url, "key": "k", "model_name": "m"}
     outcome, turns = Outcome(), asyncio.Semaphore(8)
-    try:
-        async with ModelGateway(wait_s=30) as gateway:
-            gateway.update_endpoints([{**record, "protocol": protocol}])
+    async with gateway_before(engine, protocol, wait_s=30) as gateway:
 
-            async def one(number: int) -> None:
-                async with turns:
-                    await _rollout(gateway, engine, number, random.Random(f"{seed}/{number}"), outcome)
+        async def one(number: int) -> None:
+            async with turns:
+                await _rollout(gateway, engine, number, random.Random(f"{seed}/{number}"), outcome)
 
-            await asyncio.gather(*(one(number) for number in range(count)))
-    finally:
-        await runner.cleanup()
+        await asyncio.gather(*(one(number) for number in range(count)))
     return outcome
 
 

@@ -23,10 +23,9 @@ from aiohttp import web
 from megaflow_hpc.model.gateway.dialects import messages
 from megaflow_hpc.model.gateway.dialects.base import BadRequest
 from megaflow_hpc.model.gateway.dialects.content import messages as checked_messages
-from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_UNTOLD
-from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
-from megaflow_hpc.model.json_text import REQUEST, TooMuch, brackets, check_bounds, effort, packed
-from megaflow_hpc.model.offload import OFFLOAD_BYTES
+from megaflow_hpc.model.gateway.http_messages import MAX_BODY, MAX_BODY_OF_UNKNOWN_SIZE
+from megaflow_hpc.model.gateway.open_rollout import RolloutQuota
+from megaflow_hpc.model.json_text import OFFLOAD_BYTES, REQUEST, TooMuch, brackets, check_bounds, effort, packed
 from megaflow_hpc.model.server.proxy import MAX_TENANT_BODY, _with_model
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -34,7 +33,7 @@ from megaflow_hpc.types import ModelEndpoint
 from tests.support.backends import proxy_of_script
 from tests.support.crowds import raw
 from tests.support.places import ROOT
-from tests.support.serving import Servers, call, conversation, in_loop
+from tests.support.serving import Servers, call, conversation, endpoint, in_loop, listening
 
 ECHO = {"default": ["fine"]}
 
@@ -167,11 +166,11 @@ async def parts(number: int) -> AsyncIterator[bytes]:
 async def test_a_body_that_is_too_long_is_a_413(servers: Servers) -> None:
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
-        bomb = gzip.compress(bytes(MAX_UNTOLD * 4))
+        bomb = gzip.compress(bytes(MAX_BODY_OF_UNKNOWN_SIZE * 4))
         for data, headers in (
-            (parts(MAX_UNTOLD // MIB + 1), {}),
+            (parts(MAX_BODY_OF_UNKNOWN_SIZE // MIB + 1), {}),
             (bomb, {"Content-Encoding": "gzip"}),
-            (zlib.compress(bytes(MAX_UNTOLD * 4)), {"Content-Encoding": "deflate"}),
+            (zlib.compress(bytes(MAX_BODY_OF_UNKNOWN_SIZE * 4)), {"Content-Encoding": "deflate"}),
         ):
             status, reply = await post(model, data, **headers)
             assert (status, "longer than" in reply["error"]["message"]) == (413, True)
@@ -313,14 +312,8 @@ async def refusing_engine() -> AsyncIterator[dict[str, Any]]:
             pass
         return web.Response(status=400, text="no")
 
-    runner = web.ServerRunner(web.Server(refuse))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield {"server": "p.0", "policy": "default", "url": url, "key": "k", "model_name": "m", "protocol": "plain"}
-    finally:
-        await runner.cleanup()
+    async with listening(web.Server(refuse)) as port:
+        yield endpoint(port, "default")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.model.api import WEIGHT_VERSION
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway import failover
 from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, bounds, options
@@ -25,7 +24,7 @@ from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, engin
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, in_loop, listening
 
 
 class Upstream:
@@ -49,18 +48,15 @@ class Upstream:
             return await self.answer(self.bodies[-1], request, handler)
 
         app.middlewares.append(keep)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = self._runner.addresses[0][1]
+        self._listening = listening(app)
+        self.port = await self._listening.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self._listening.__aexit__(None, None, None)
 
     def record(self, protocol: str = "plain", name: str = "p.0") -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.port}"
-        return {"server": name, "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": protocol}
+        return endpoint(self.port, server=name, protocol=protocol)
 
 
 @asynccontextmanager
@@ -91,7 +87,7 @@ async def test_poison_reaches_no_engine_and_keeps_nobody_waiting(path: str, prot
             assert reply["error"]["message"], body
         assert {status for status, _ in benign} == {200}, benign
         assert len(upstream.bodies) == 20 * (3 if protocol == "split" and path != "/completions" else 1)
-        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert [server.failed_at for server in gateway._caller.router.servers("p")] == [0.0]
         assert not (await gateway.close("t/p/0")).turns
         assert len((await gateway.close("u/p/0")).turns) == 20
 
@@ -329,7 +325,7 @@ async def test_an_agent_that_writes_an_options_name_does_not_change_how_a_server
         assert (await call(bad, "/chat/completions", message))[0] == 400
         assert (await call(bad, "/completions", {"prompt": "bad return_token_ids"}))[0] == 400
         assert (await call(good, "/chat/completions", GOOD["/chat/completions"]))[0] == 200
-        (server,) = gateway._caller.router.all()
+        (server,) = gateway._caller.router.servers("p")
         assert (server.protocol, server.degraded) == ("plain", False)
         assert (await gateway.close("u/p/0")).protocols == {"plain": 1}
 
@@ -350,9 +346,9 @@ async def test_a_request_at_which_an_engine_fails_is_told_so_and_delays_no_other
         assert {status for status, _ in answers} == {400}, answers[0]
         assert "EngineGenerateError" in answers[0][1]["error"]["message"]
         asked = sum(word in json.dumps(b) for b in upstream.bodies)
-        most = 1 if tries == 1 else failover.DOUBTS  # more than three tries where no other call was answered meanwhile
+        most = 1 if tries == 1 else failover.MAX_UNUSABLE  # repeated while no other call was answered
         assert 50 * tries <= asked <= 50 * most
-        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert [server.failed_at for server in gateway._caller.router.servers("p")] == [0.0]
         assert len((await gateway.close("u/p/0")).turns) == benign
 
 
@@ -365,14 +361,14 @@ class Broken(Upstream):
 
 @in_loop
 async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    monkeypatch.setattr(failover, "RETRY_S", 0.02)
     async with serving(upstream := Broken()) as gateway:
         model = await gateway.open("t/p/0", "p")
         status, reply = await call(model, "/chat/completions", GOOD["/chat/completions"])
         assert (status, reply["error"]["type"]) == (503, "model_service_error")
         asked = [body for body in upstream.bodies if body["messages"] == GOOD["/chat/completions"]["messages"]]
-        assert len(asked) == failover.DOUBTS
-        assert len(upstream.bodies) == failover.DOUBTS + 4, "a control follows each failure from the third on"
+        assert len(asked) == failover.MAX_UNUSABLE
+        assert len(upstream.bodies) == failover.MAX_UNUSABLE + 4, "a control follows each failure from the third on"
         assert "EngineDeadError" in await gateway.outage("t/p/0")
 
 
@@ -382,17 +378,17 @@ async def test_a_request_at_which_an_engine_fails_is_no_outage_though_nobody_els
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the agent waits for the refusal, or leaves and ends while the call is repeated."""
-    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    monkeypatch.setattr(failover, "RETRY_S", 0.02)
     body = {"prompt": "worse"} if path == "/completions" else {"messages": [{"role": "user", "content": "worse"}]}
     async with serving(Reluctant()) as gateway:
         model = await gateway.open("t/p/0", "p")
         status, reply = await call(model, path, body)
         assert (status, "EngineGenerateError" in reply["error"]["message"]) == (400, True)
         assert await gateway.outage("t/p/0") == ""
-        monkeypatch.setattr(failover, "PAUSE_S", 60.0)
+        monkeypatch.setattr(failover, "RETRY_S", 60.0)
         model = await gateway.open("u/p/0", "p")
         waiting = asyncio.create_task(call(model, path, body))
-        while not gateway.call_failure("u/p/0"):
+        while not call_failure(gateway, "u/p/0"):
             await asyncio.sleep(0.01)
         assert await gateway.outage("u/p/0") == ""
         assert (await waiting)[0] == 503  # it was given up, so as not to keep the control waiting
@@ -454,7 +450,7 @@ async def test_an_answer_that_cannot_be_recorded_is_refused_at_once_and_no_serve
         assert status == 400
         assert "no token ids or log-probabilities" in reply["error"]["message"]
         assert "no token ids or log-probabilities" in await gateway.outage("t/p/0")
-        assert [server.failed_at for server in gateway._caller.router.all()] == [0.0]
+        assert [server.failed_at for server in gateway._caller.router.servers("p")] == [0.0]
     assert len(upstream.bodies) == 2  # the control's answer is as bad
 
 

@@ -12,12 +12,18 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model.gateway import engine_client
-from megaflow_hpc.model.gateway.engine_client import MAX_ANSWER, SMALL_ANSWER, Broken, EngineClient, TooLong
-from megaflow_hpc.model.gateway.rollout_quota import RolloutQuota
+from megaflow_hpc.model.gateway.engine_client import (
+    MAX_ANSWER,
+    SMALL_ANSWER,
+    AnswerTooLong,
+    EngineClient,
+    ExchangeFailed,
+)
+from megaflow_hpc.model.gateway.open_rollout import RolloutQuota
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.json_text import ANSWER
 from megaflow_hpc.types import ModelEndpoint
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, in_loop
 
 MIB = 2**20
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -38,8 +44,7 @@ def whole(body: Any, *more: bytes) -> bytes:
 
 
 def record(port: int, name: str = "p.0", **more: Any) -> dict[str, Any]:
-    url = f"http://127.0.0.1:{port}"
-    return {"server": name, "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": "plain", **more}
+    return endpoint(port, **{"server": name, **more})
 
 
 async def call(model: ModelEndpoint, path: str = "chat/completions", **more: Any) -> tuple[int, str]:
@@ -130,7 +135,7 @@ async def test_an_answer_that_is_none_is_no_turn_and_no_rest_of_the_server(kind:
         assert status == (200 if scored and protocol == "text" else 400), text[:500]
         assert len(text) < 2000
         assert bad.asked == (1 if status == 200 else 2), "the control's answer is as bad"
-        assert gateway._caller.router.all()[0].failures == 0
+        assert gateway._caller.router.servers("p")[0].failures == 0
         failure = await gateway.outage("t/p/0")
         assert bool(failure) == (status == 400), "what an engine says by itself is the service's failure"
         recording = await gateway.close("t/p/0")
@@ -188,9 +193,9 @@ async def test_an_answer_without_end_is_given_up(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(engine_client, "MAX_ANSWER", 4 * MIB)
     async with served(endless(*ENDLESS[kind])) as stranger:
         client, url = EngineClient(), f"http://127.0.0.1:{stranger.port}/v1/chat/completions"
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(ExchangeFailed) as caught:
             await client.post(url, b"{}", key="k", timeout_s=20 if kind == "announcements" else 120)
-        assert isinstance(caught.value, TooLong) == ("body" in kind)
+        assert isinstance(caught.value, AnswerTooLong) == ("body" in kind)
         assert kind == "announcements" or "no answer within" not in str(caught.value)
         await client.close()
 
@@ -204,9 +209,9 @@ async def test_a_call_that_asks_for_too_much_is_told_so_and_others_go_on() -> No
         model, other = await gateway.open("t/p/0", "p"), await gateway.open("t/p/1", "p")
         status, text = await call(model, logprobs=True, top_logprobs=20)
         assert (status, f"longer than {MAX_ANSWER >> 20} MiB" in text) == (400, True)
-        assert gateway.call_failure("t/p/0") == ""
+        assert call_failure(gateway, "t/p/0") == ""
         assert (await call(other))[0] == 200
-        assert gateway._caller.router.all()[0].failures == 0
+        assert gateway._caller.router.servers("p")[0].failures == 0
 
 
 @in_loop
@@ -217,8 +222,8 @@ async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None
     let_go = asyncio.Event()
 
     async def one(name: str, whose: RolloutQuota) -> None:
-        async with whose.large_answer() as place:
-            reply = await client.post(url, b"{}", key="k", timeout_s=60, place=place)
+        async with whose.large_answer() as gate:
+            reply = await client.post(url, b"{}", key="k", timeout_s=60, gate=gate)
             assert len(reply.body) == 4 * SMALL_ANSWER
             held.append(name)
             await let_go.wait()

@@ -75,7 +75,7 @@ async def test_idle_connections_without_a_key_leave_descriptors_for_calls(server
 @in_loop
 async def test_a_connection_shows_a_key_in_time_or_is_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, a half head, a head byte by byte, a wrong key, HEAD: each is closed; one with a key stays."""
-    monkeypatch.setattr(http_server, "KEY_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -109,7 +109,7 @@ async def slowly(port: int, text: str) -> None:
 
 @in_loop
 async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEY_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
@@ -147,7 +147,7 @@ async def test_handshakes_that_never_end_leave_room_for_calls(tmp_path: Path, sa
 
 @in_loop
 async def test_a_handshake_ends_in_time_or_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEY_S", 0.5)
+    monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
     async with proxy_of_script(tmp_path, tls=True) as (proxy, _):
         assert await raw(proxy.port) == b""
         assert await raw(proxy.port, b"\x16\x03\x01") == b""

@@ -200,7 +200,7 @@ async def test_a_real_vllm_answers_what_is_allowed_and_never_sees_the_rest(vllm:
                     assert status == 400, (path, body, text)
             status, _ = await call(good, "/chat/completions", {"max_tokens": 3, **GOOD["/chat/completions"]})
             assert status == 200
-        (server,) = gateway._caller.router.all()
+        (server,) = gateway._caller.router.servers("default")
         assert (server.failed_at, server.degraded) == (0.0, False)
         assert not (await gateway.close("t/default/0")).turns
         assert len((await gateway.close("u/default/0")).turns) == len(calls) + 3  # two of them had n = 2

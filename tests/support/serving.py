@@ -18,7 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
@@ -122,6 +124,44 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
         asyncio.run(test(*args, **kwargs))
 
     return run
+
+
+def endpoint(address: int | str, policy: str = "p", **more: Any) -> dict[str, Any]:
+    """The endpoint record of an engine at a port of this node, or at a URL."""
+    url = address if isinstance(address, str) else f"http://127.0.0.1:{address}"
+    record = {"server": f"{policy}.0", "policy": policy, "url": url, "key": "k", "model_name": "m"}
+    return {**record, "protocol": "plain", **more}
+
+
+@contextlib.asynccontextmanager
+async def listening(application: web.Application | web.Server) -> AsyncIterator[int]:
+    """Serves an application in this process; yields its port."""
+    runner: web.BaseRunner = (
+        web.AppRunner(application, access_log=None, handler_cancellation=True)
+        if isinstance(application, web.Application)
+        else web.ServerRunner(application)
+    )
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def gateway_before(
+    engine: ScriptedEngine, protocol: str = "plain", policy: str = "default", **options: Any
+) -> AsyncIterator[ModelGateway]:
+    """A gateway and its engine, both in this process."""
+    async with listening(engine.application()) as port, ModelGateway(**{"wait_s": 20, **options}) as gateway:
+        gateway.update_endpoints([endpoint(port, policy, protocol=protocol)])
+        yield gateway
+
+
+def call_failure(gateway: ModelGateway, rollout_id: str) -> str:
+    """Why the latest call of an open rollout got no answer; unlike ``outage``, the rollout goes on."""
+    return gateway._by_id[rollout_id].failure
 
 
 def conversation(*texts: str) -> list[dict[str, str]]:

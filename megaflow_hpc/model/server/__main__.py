@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.model.server", description="one engine server")
     parser.add_argument("run", help="run directory")
-    parser.add_argument("--policy", help="policy to serve; default: what run.json says of this element")
+    parser.add_argument("--policy", help="policy to serve; default: the policy of this element in run.json")
     parser.add_argument("--index", type=int, help="element; default: SLURM_ARRAY_TASK_ID")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="leave after this many seconds without a request")
-    parser.add_argument("--poll-s", type=float, help="seconds between two looks at the run directory; default: 5")
+    parser.add_argument("--poll-s", type=float, help="seconds between two polls of the run directory; default: 5")
     parser.add_argument("--beat-s", type=float, default=HEARTBEAT_S, help="seconds between two heartbeats")
     parser.add_argument(
         "--backoff-s", type=float, default=BACKOFF_S, help="seconds before a failed engine starts again"
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = read_run(run)
         what = assignment(planned.servers, index, arguments.policy)
         pool = planned.campaign.get("pool")
-        idle_s = arguments.idle_s if pool is None else math.inf  # its users come and go
+        idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
 
         async def serve() -> int:
             times = {"poll_s": arguments.poll_s, "beat_s": arguments.beat_s, "backoff_s": arguments.backoff_s}

@@ -1,8 +1,8 @@
-"""How many engine servers a policy wants: pure functions of the load that the servers report.
+"""Computes how many engine servers a policy needs from the load that its servers report.
 
-With every heartbeat a server writes into its endpoint file how many requests wait in its engine's queue, and how long
-the last of them will wait at the pace of the past half minute. Servers are added when both exceed what the campaign
-file allows. None is removed here: an idle server leaves by itself.
+With every heartbeat, a server reports how many requests wait in its engine's queue, and how long the last of them will
+wait at the rate of the past half minute. Servers are added when both numbers are high. Idle servers leave by
+themselves.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 QUEUE_LENGTH = 4.0
-"""Mean number of requests in an engine's queue from which another server is added, if they also wait long."""
+"""Mean number of requests in an engine's queue at which a server is added, if they also wait long."""
 QUEUE_WAIT_S = 10.0
-"""Mean waiting time in seconds of the last queued request from which another server is added."""
+"""Mean waiting time in seconds of the last queued request at which a server is added."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Load:
     waiting: int = 0
     """Requests that wait in the engine's queue or, in a pool, at the proxy."""
     wait_s: float = 0.0
-    """Seconds until the last of them starts, at the pace of the past half minute."""
+    """Seconds until the last of them starts, at the rate of the past half minute."""
 
 
 def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int:
@@ -33,8 +33,8 @@ def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int
 
     Args:
         count: The campaign's ``servers`` section: ``min`` and ``max``.
-        loads: One per server that answers now.
-        asking: Whether rollouts of the policy are left to run.
+        loads: Loads of the servers that answer now.
+        asking: True if rollouts of the policy are left to run.
     """
     loads = list(loads)
     if not asking:

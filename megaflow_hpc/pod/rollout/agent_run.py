@@ -16,8 +16,8 @@ from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.config import Policy
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import LimitError, LostError, ModelServiceError, UserCodeError
+from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
-from megaflow_hpc.model.gateway.server import SEEDS
 from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes
 from megaflow_hpc.pod.rollout.services import Services

@@ -20,11 +20,11 @@ from megaflow_hpc.campaign.planning.model_paths import absolute
 from megaflow_hpc.config import load, parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.gateway.meaning import digest
+from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Trajectory
-from tests.support.serving import Servers, call, conversation, in_loop
+from tests.support.serving import Servers, call, conversation, in_loop, listening
 
 KEY = "sk-rented"
 
@@ -72,14 +72,8 @@ async def rented() -> AsyncIterator[tuple[Rented, str]]:
     """An endpoint, and its address without a path."""
     endpoint, application = Rented(), web.Application()
     application.router.add_route("*", "/{path:.*}", endpoint.answer)
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield endpoint, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(application) as port:
+        yield endpoint, f"http://127.0.0.1:{port}"
 
 
 def start(servers: Servers, url: str, name: str = "one", **changes: Any) -> int:
@@ -121,7 +115,11 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
     parts = {"turns": recording.turns, "messages": recording.messages, "artifacts": [calls_artifact(recording)]}
     kept = Trajectory("t/default/0", "t", "t/default", "default", "mine", "completed", **parts)  # type: ignore[arg-type]
     (again,) = calls_of(kept)  # by which it can be replayed
-    assert (again.sample.text, again.sample.tokens, again.asked) == ("fine", [], digest(conversation("hello")))
+    assert (again.sample.text, again.sample.tokens, again.asked) == (
+        "fine",
+        [],
+        conversation_digest(conversation("hello")),
+    )
 
 
 @in_loop

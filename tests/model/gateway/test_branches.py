@@ -44,6 +44,11 @@ def bare(message: Message) -> Message:
     return {name: value for name, value in message.items() if name != "reasoning"}
 
 
+def text_alone(message: Message, policy: str = "") -> SampledTokens:
+    """An answer of an engine that reports no tokens."""
+    return SampledTokens((), (), (), message=message, policy=policy, counted=0)
+
+
 class Rollout:
     """Calls of one rollout, and what the engine was sent for each."""
 
@@ -56,7 +61,7 @@ class Rollout:
         asked = self.recorder.restore(copy.deepcopy(messages), policy)
         self.sent.append(list(asked))
         for answer in answers:
-            self.recorder.add_text(SampledTokens((), (), (), message=answer, policy=policy), asked)
+            self.recorder.add(text_alone(answer, policy), asked)
         return bare(answers[0])
 
     @property
@@ -105,7 +110,7 @@ def test_of_alternatives_that_say_the_same_words_nothing_is_restored(rollout: Ro
     rollout.recorder.restore([])
     one = rollout.recorder.restore([user("A")])
     for thought in ("one", "two"):
-        rollout.recorder.add_text(SampledTokens((), (), (), message=said("I look.", thought)), one)
+        rollout.recorder.add(text_alone(said("I look.", thought)), one)
     rollout.sent += [[user("A")]] * 2
     rollout.call(asked, said("done"))
     assert rollout.sent[-1] == asked
@@ -279,7 +284,7 @@ def test_a_window_that_sends_the_results_is_no_sub_agent(rollout: Rollout) -> No
 def test_alternatives_that_were_not_taken_wait_for_nothing(rollout: Rollout) -> None:
     asked = rollout.recorder.restore([user("main")])
     for call in "ab":
-        rollout.recorder.add_text(SampledTokens((), (), (), message=said("", **{call: {"command": call}})), asked)
+        rollout.recorder.add(text_alone(said("", **{call: {"command": call}})), asked)
     rollout.call([user("main"), said("", a={"command": "a"}), result("a")], said("done"))
     rollout.call([user("anew")], said("done"))
     assert started(rollout)[-1] == (None, None)
@@ -308,7 +313,7 @@ def test_whatever_agents_do_each_call_has_its_own_messages_and_no_other_thought(
         answers = [said(f"word {word}", f"{number}-{n}") for n in range(2 if kind == "both" else 1)]
         asked = rollout.recorder.restore(copy.deepcopy(history))
         for answer in answers:
-            rollout.recorder.add_text(SampledTokens((), (), (), message=answer), asked)
+            rollout.recorder.add(text_alone(answer), asked)
             rollout.sent.append(list(asked))
         if kind != "again":
             history += [bare(answers[0]), user(str(word))]
@@ -327,8 +332,8 @@ def test_whatever_agents_do_each_call_has_its_own_messages_and_no_other_thought(
 def test_a_call_looks_at_each_of_its_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a long conversation with many branches."""
     seen: list[int] = []
-    fingerprint = gateway_conversations.fingerprint
-    monkeypatch.setattr(gateway_conversations, "fingerprint", lambda m: (seen.append(1), fingerprint(m))[1])
+    digest = gateway_conversations.message_digest
+    monkeypatch.setattr(gateway_conversations, "message_digest", lambda m: (seen.append(1), digest(m))[1])
     rollout, history = Rollout(), [user("0")]
     for turn in range(200):
         history += [rollout.call(history, said("ok", f"thought {turn}")), user(str(turn))]

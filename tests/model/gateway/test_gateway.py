@@ -15,7 +15,7 @@ from megaflow_hpc.model.engines.scripted.tokens import END, render
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.reported import answered, check_against_reported
-from tests.support.serving import Servers, call, conversation, descendants, in_loop
+from tests.support.serving import Servers, call, call_failure, conversation, descendants, in_loop
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
 
@@ -168,17 +168,17 @@ async def test_without_a_server_calls_wait_and_then_fail_with_the_cause() -> Non
         assert 0.4 < time.monotonic() - began < 5
         assert (status, reply["error"]["type"]) == (503, "model_service_error")
         assert "out of GPU memory" in reply["error"]["message"]
-        assert gateway.call_failure("t/p/0")
+        assert call_failure(gateway, "t/p/0")
 
 
 @in_loop
 async def test_a_rollout_cut_off_while_it_waits_for_a_server_knows_why() -> None:
     async with ModelGateway(wait_s=60) as gateway:
         model = await gateway.open("t/p/0", "p")
-        assert not gateway.call_failure("t/p/0")
+        assert not call_failure(gateway, "t/p/0")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call(model, {"messages": conversation("hello")}), 0.5)
-        assert "no server is registered" in gateway.call_failure("t/p/0")
+        assert "no server is registered" in call_failure(gateway, "t/p/0")
 
 
 @in_loop

@@ -10,17 +10,16 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.engines.scripted.scale_out import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import Artifact
 from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
-from tests.support.serving import in_loop
+from tests.support.serving import call_failure, endpoint, in_loop, listening
 
 
 @dataclass
@@ -69,20 +68,14 @@ def columns(recording: Recording | Trajectory) -> list[Any]:
 
 async def recorded(kept: Kept, count: int) -> dict[str, list[Any]]:
     engine = SplitEngine(RandomScript(5), "m", drift=0.3, seed=5)
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    record = {"server": "p.0", "policy": "p", "url": url, "key": "k", "model_name": "m", "protocol": "split"}
     first = {}
-    async with ModelGateway() as gateway:
-        gateway.update_endpoints([{**record, "weight_version": 3}])
+    async with listening(engine.application()) as port, ModelGateway() as gateway:
+        gateway.update_endpoints([endpoint(port, protocol="split", weight_version=3)])
         for number in range(count):
             name = f"t{number}/p/0"
             recording = await hold(gateway, name, AGENTS[number % 3](), number)
             kept.keep(name, recording)
             first[name] = columns(recording)
-    await runner.cleanup()
     return first
 
 
@@ -107,7 +100,7 @@ async def test_an_agent_that_does_something_else_is_told_where_it_differs() -> N
     async with ModelGateway(replays={"p": Replay(kept)}) as gateway:
         with pytest.raises(ModelServiceError, match="after 1 of its 5 calls"):
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=99)
-        assert "after 1 of its 5 calls" in gateway.call_failure("t0/p/0")
+        assert "after 1 of its 5 calls" in call_failure(gateway, "t0/p/0")
         with pytest.raises(ModelServiceError, match="t7/p/0 is not among the recorded"):
             await hold(gateway, "t7/p/0", AGENTS[0](), seed=7)
     async with ModelGateway(replays={"p": Replay(kept, answer_diverged=True)}) as gateway:

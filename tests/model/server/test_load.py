@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.config.model import ServerCount
-from megaflow_hpc.model.server.gauge import QUEUES
 from megaflow_hpc.model.server.load import Load, wanted
+from megaflow_hpc.model.server.proxy import QUEUE_METRIC
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
@@ -43,7 +43,7 @@ def test_queues_are_read_from_the_engines_own_metrics() -> None:
         'vllm:num_requests_waiting{engine="1",model_name="default"} 2.0\n'
         'vllm:num_requests_running{engine="0",model_name="default"} 8.0\n'
     )
-    assert sum(float(n) for n in QUEUES.findall(text)) == 5
+    assert sum(float(n) for n in QUEUE_METRIC.findall(text)) == 5
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from megaflow_hpc.model.gateway.server import ModelGateway
+from tests.support.serving import listening
 
 MODELS = {"plain": "plain", "split": "split", "other": "plain", "text": "text", "mute": "plain"}
 """Model, which is also the name of its policy → the gateway's protocol for it. ``mute`` leaves out all tokens."""
@@ -187,15 +188,9 @@ class Engine:
 async def served() -> AsyncIterator[tuple[ModelGateway, Engine]]:
     """Gives a gateway and the engine that it asks."""
     engine = Engine()
-    runner = web.AppRunner(engine.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with ModelGateway(wait_s=30, policies=list(MODELS)) as gateway:
-            gateway.update_endpoints(engine.records(f"http://127.0.0.1:{runner.addresses[0][1]}"))
-            yield gateway, engine
-    finally:
-        await runner.cleanup()
+    async with listening(engine.application()) as port, ModelGateway(wait_s=30, policies=list(MODELS)) as gateway:
+        gateway.update_endpoints(engine.records(f"http://127.0.0.1:{port}"))
+        yield gateway, engine
 
 
 def _call(draw: random.Random, names: Sequence[str], number: int, unique: str) -> dict[str, Any]:
