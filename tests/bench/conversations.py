@@ -1,8 +1,8 @@
-"""Random conversations of agents in every dialect, streamed or not, whose record is compared with what was sampled.
+"""Random conversations of agents in every dialect, streamed or not. Compares their recordings with what was sampled.
 
-Real sockets throughout: an agent's client, the gateway, a scripted engine in three requests. A part of every answer is
-sampled as ids that its text does not encode to (``drift``), answers carry reasoning and tool calls whose arguments are
-written with any spacing and order, and each agent hands them back as its API's own client does.
+An agent's client, the gateway and a scripted engine in three requests use real sockets. A part of every answer is
+sampled as ids that its text does not encode to (``drift``). Answers have reasoning and tool calls whose arguments have
+any spacing and order. Each agent sends them back like its API's own client.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = ("fix", "the", "naïve", "test", "größer", "λ", "0x1f", "return", "No
 
 
 class ChatAgent:
-    """Appends what it gets in the form of its API, as the real clients do; reasoning has no place in it."""
+    """Appends answers in the form of its API, as the real clients do. The API has no reasoning."""
 
     path = "/chat/completions"
 
@@ -124,7 +124,7 @@ AGENTS: tuple[type[ChatAgent], ...] = (ChatAgent, MessagesAgent, ResponsesAgent)
 
 
 class RandomScript:
-    """Stands in the place of a script: never the same answer twice."""
+    """Replaces a script: no two answers are equal."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -148,7 +148,7 @@ class RandomScript:
 
 @dataclass
 class Outcome:
-    """What was recorded of many rollouts, beside what the engine sampled."""
+    """What was recorded of many rollouts, compared with what the engine sampled."""
 
     rollouts: int = 0
     calls: int = 0
@@ -156,7 +156,7 @@ class Outcome:
     """Calls whose recorded prompt or sampled ids are not the engine's."""
     one_sequence: int = 0
     surplus: list[float] = field(default_factory=list)
-    """Training tokens of a rollout over those of its last prompt and answer."""
+    """Training tokens of a rollout divided by those of its last prompt and answer."""
 
 
 async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: str = "split") -> Outcome:

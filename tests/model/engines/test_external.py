@@ -1,4 +1,4 @@
-"""Endpoints that exist already, with the habits of those that people rent: a real server that notes what it hears."""
+"""External endpoints with the habits of commercial ones, as a real server that records its requests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ KEY = "sk-rented"
 
 @dataclass
 class Rented:
-    """An endpoint at any path; what is asked for first decides what it is like."""
+    """An endpoint at any path. The first part of the path selects its habit."""
 
     heard: list[tuple[str, str, dict[str, Any], float]] = field(default_factory=list)
     """Method, path, body and time of every request."""
     limited: int = 0
-    """Requests that are still refused for their rate."""
+    """Number of further requests to refuse for their rate."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.method == "POST" else {}
@@ -63,7 +63,7 @@ class Rented:
         return web.json_response({"id": "c1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
     def asked(self, habit: str) -> list[tuple[str, str, dict[str, Any], float]]:
-        """What was asked for below a path."""
+        """The requests below a path."""
         return [request for request in self.heard if request[1].startswith(f"/{habit}/")]
 
 
@@ -95,13 +95,13 @@ async def test_it_is_asked_at_its_own_path_and_for_nothing_that_it_refuses(serve
                 ("POST", "/openai/chat/completions"),
             ]
             assert "max_tokens" not in endpoint.asked("openai")[1][2]
-            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host; nothing is spent
+            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host; no completion is requested
             assert [request[1] for request in endpoint.asked("lists")] == ["/lists/models"]
             await one_call(gateway, servers, endpoint)
 
 
 async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) -> None:
-    """A call at one of them, which is told to wait a second."""
+    """Makes a call at one of them, which answers with a ``Retry-After`` of a second."""
     gateway.update_endpoints([servers.record(0)])
     model, endpoint.limited = await gateway.open("t/default/0", "default"), 1
     status, said = await call(model, {"messages": conversation("hello"), "temperature": 0})
@@ -109,12 +109,12 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
     first, second = endpoint.asked("openai")[2:]
     assert second[3] - first[3] >= 1.0
     recording = await gateway.close("t/default/0")
-    (turn,) = recording.turns  # a call was made, of which no tokens are known
+    (turn,) = recording.turns  # a call without known tokens
     assert (turn.sequence, turn.token_end, turn.finish_reason, turn.server) == (-1, 0, "stop", "default.0")
     assert recording.sequences == []
     parts = {"turns": recording.turns, "messages": recording.messages, "artifacts": [calls_artifact(recording)]}
     kept = Trajectory("t/default/0", "t", "t/default", "default", "mine", "completed", **parts)  # type: ignore[arg-type]
-    (again,) = calls_of(kept)  # by which it can be replayed
+    (again,) = calls_of(kept)  # for a replay
     assert (again.sample.text, again.sample.tokens, again.asked) == (
         "fine",
         [],

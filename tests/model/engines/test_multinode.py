@@ -1,4 +1,4 @@
-"""An engine over several nodes: what it is asked of Slurm, and what each node runs."""
+"""An engine over several nodes: the job step, and the command of each node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megaflow_hpc.slurm.limits import Allowance
 
 @pytest.fixture(autouse=True)
 def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models here are empty directories."""
+    """Skips the check of model files: models here are empty directories."""
     monkeypatch.setenv("MEGAFLOW_SITE_CHECK", "0")
 
 
@@ -95,7 +95,8 @@ def test_more_nodes_than_the_allocation_has_are_refused_with_the_remedy(
 
 @pytest.mark.parametrize(("mode", "status"), [(0o700, 0), (0o755, 1), (None, 0)])
 def test_a_part_runs_in_a_directory_of_its_own_alone(tmp_path: Path, mode: int | None, status: int) -> None:
-    """What is there already under that name must be closed to others; what it makes itself goes with it."""
+    """An existing directory of that name must be closed to other users. A directory that the part creates is
+    deleted."""
     private = tmp_path / "private"
     if mode is not None:
         private.mkdir(mode)

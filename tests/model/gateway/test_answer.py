@@ -1,4 +1,4 @@
-"""What the plain protocol makes of an engine's answer: every field goes on, and garbage is the server's failure."""
+"""The plain protocol's handling of an engine's answer: fields are passed on, and garbage is the server's failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 async def answer_to(raw: bytes, **body: Any) -> Answer:
-    """The gateway's answer where the engine answers with these bytes, over a real socket."""
+    """The gateway's answer if the engine answers with these bytes, over a real socket."""
 
     async def engine(_: web.BaseRequest) -> web.Response:
         return web.Response(body=raw, content_type="application/json")

@@ -1,4 +1,5 @@
-"""Engines that hang, break off, talk rubbish or lack what was promised, over real sockets: nothing lost or made up."""
+"""Engines that hang, break connections, send garbage or lack features, over real sockets. Nothing is lost or
+invented."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ BAD: dict[str, Behaviour] = {
 
 
 NO_ANSWER = {"no choices", "an empty choice", "an error"} | {k for k in BAD if k.startswith(("fewer", "ids"))}
-"""Whole answers, by a server that is there: others are asked, and it need not rest."""
+"""Complete but unusable answers: the call is tried elsewhere, and the server gets no backoff."""
 
 
 def record(port: int, name: str = "p.0", **more: Any) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def says_good(recording: Recording, calls: int) -> None:
 async def test_a_call_that_meets_a_bad_server_is_answered_by_a_good_one(kind: str, streamed: bool) -> None:
     bad = await asyncio.start_server(BAD[kind], "127.0.0.1", 0)
     port = bad.sockets[0].getsockname()[1]
-    patience_s = 0.5 if kind == "hangs" else 20.0  # the others are judged by what they say, however late
+    patience_s = 0.5 if kind == "hangs" else 20.0  # all others are judged by their answer, however late it is
     async with listening(good()) as other:
         async with ModelGateway(wait_s=20, request_timeout_s=patience_s) as gateway:
             gateway.update_endpoints([record(port, weight=1e6), record(other, "p.1", weight=1e-2)])

@@ -1,4 +1,4 @@
-"""A rollout's budget holds for calls in progress too."""
+"""A rollout's budget also limits calls in progress."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BODY: dict[str, Any] = {"messages": conversation("hello")}
 
 
 def engine(tokens: int, delay_s: float = 0.05, kind: type[ScriptedEngine] = ScriptedEngine, **options: Any) -> Any:
-    """An engine whose answers have so many tokens, unless the request asks for fewer."""
+    """An engine whose answers have this number of tokens, unless the request asks for fewer."""
     return kind(Script(default=(ScriptedAnswer("x" * (tokens - 1), delay_s=delay_s),)), "m", **options)
 
 
 class Several(ScriptedEngine):
-    """Answers ``n`` times as asked, each as long as the request allows."""
+    """Gives ``n`` answers, each as long as the request allows."""
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await body_of(request)
@@ -48,7 +48,7 @@ class Several(ScriptedEngine):
 async def spent(
     gateway: ModelGateway, budget: CallBudget, count: int, body: dict[str, Any]
 ) -> tuple[list[int], int, int]:
-    """The statuses of as many concurrent calls, the tokens that they sampled, and the turns."""
+    """Makes concurrent calls. Returns their statuses, the number of sampled tokens, and that of turns."""
     model = await gateway.open("t/default/0", "default", budget=budget)
     answers = await asyncio.gather(*(call(model, {**BODY, **body}) for _ in range(count)))
     rollout = gateway._by_id["t/default/0"]

@@ -98,7 +98,7 @@ ASKED: Mapping[str, dict[str, Any]] = {
 
 
 class Engine(SplitEngine):
-    """Keeps the requests that it was sent."""
+    """Keeps the requests that it gets."""
 
     def __init__(self) -> None:
         super().__init__(Script(default=(ScriptedAnswer("an answer"),)), "m")
@@ -177,7 +177,7 @@ async def test_a_constrained_answer_stays_masked_within_a_conversation_that_goes
 
 @in_loop
 async def test_engines_are_told_the_policys_settings_where_the_agent_names_none() -> None:
-    """Else they take temperature and top-p from a model's generation_config.json."""
+    """Otherwise they use temperature and top-p of a model's generation_config.json."""
     own = {**NEUTRAL, "temperature": 0.7, "top_k": 20}
     async with served(sampling=Sampling(own)) as (gateway, engine):
         model = await gateway.open("t/default/0", "default")

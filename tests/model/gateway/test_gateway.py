@@ -1,4 +1,4 @@
-"""The gateway before real servers: attribution, errors in the API's shape, streams, failover."""
+"""The gateway with real servers: attribution, errors in the API's shape, streams, failover."""
 
 from __future__ import annotations
 

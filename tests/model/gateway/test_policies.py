@@ -1,4 +1,4 @@
-"""Several policies talk within one rollout: each is asked by its name and its tokens are recorded as its own."""
+"""Several policies in one rollout: each is called by its name, and its tokens are recorded as its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_debate_of_two_policies_is_two_sequences_each_of_its_own_policy_
         gateway.update_endpoints([endpoint(port, policy, protocol="split") for policy, port in ports.items()])
         model = await gateway.open("t/solver/0", "solver")
         solver: list[Any] = [{"role": "user", "content": "Solve it."}]
-        critic: list[Any] = [{"role": "user", "content": "Solve it."}]  # alike to the letter, and not to be mixed up
+        critic: list[Any] = [{"role": "user", "content": "Solve it."}]  # the same text as the other conversation's
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
             for turn in range(3):
                 said = await ask(session, model, "solver" if turn else "gpt-4o", solver)

@@ -1,4 +1,4 @@
-"""An engine is sent what its chat template renders, with the rollout's own answers as they were sampled."""
+"""An engine gets what its chat template renders, with the rollout's own answers as they were sampled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def appends(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_qwen3(messages: Sequence[Message]) -> list[Message]:
-    """Leaves out the thoughts before the last user message; those between tool messages after it stay."""
+    """Omits the thoughts before the last user message. Thoughts between later tool messages stay."""
     last = max(n for n, m in enumerate(messages) if m["role"] == "user")
     return [without_thought(m) if n < last else m for n, m in enumerate(messages)]
 
@@ -41,12 +41,13 @@ def never_thinks(messages: Sequence[Message]) -> list[Message]:
 
 
 def trims(messages: Sequence[Message]) -> list[Message]:
-    """As Llama 3's: white space around a message is left out."""
+    """Omits white space around a message, like Llama 3's template."""
     return [{**m, "content": (m.get("content") or "").strip()} for m in messages]
 
 
 def adds_a_line(messages: Sequence[Message]) -> list[Message]:
-    """As Qwen3's with vLLM's parser: the line before a tool call is in the text already, and comes once more."""
+    """Repeats the line before a tool call, which the text already contains, like Qwen3's template with vLLM's
+    parser."""
     return [{**m, "content": m["content"] + "\n"} if m.get("tool_calls") else m for m in messages]
 
 
@@ -55,7 +56,7 @@ def joins_lines(messages: Sequence[Message]) -> list[Message]:
 
 
 def shortens_results(messages: Sequence[Message]) -> list[Message]:
-    """Leaves out the results of all tool calls but the last."""
+    """Omits the results of all tool calls but the last."""
     tools = [n for n, m in enumerate(messages) if m["role"] == "tool"]
     return [{**m, "content": "…"} if n in tools[:-1] else m for n, m in enumerate(messages)]
 
@@ -65,7 +66,7 @@ def without_thought(message: Message) -> Message:
 
 
 class Engine(SplitEngine):
-    """An engine with a chat template, which thinks before each answer and calls a tool where the script says so."""
+    """An engine with a chat template. It thinks before each answer and calls a tool if the script says so."""
 
     def __init__(self, template: Template, answers: Sequence[ScriptedAnswer], **options: Any) -> None:
         super().__init__(Script(), "m", **options)
@@ -99,7 +100,7 @@ TOOLS = [thinks(0, CALL), thinks(1, CALL), thinks(2), thinks(3, CALL), thinks(4)
 
 
 async def converse(gateway: ModelGateway, answers: int, **options: Any) -> Recording:
-    """A client that hands each answer back without its thought, as those of chat completions do."""
+    """Holds a conversation as a client that sends each answer back without its thought."""
     model = await gateway.open("t/p/0", "p")
     history: list[Message] = [{"role": "user", "content": "question"}]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
@@ -116,7 +117,7 @@ async def converse(gateway: ModelGateway, answers: int, **options: Any) -> Recor
 
 
 def marked(tokens: Sequence[int]) -> str:
-    """The text of tokens, the marks of turns included."""
+    """The text of tokens, including the markers of turns."""
     parts = {END: "<end>", START: "<start>"}
     return "".join(parts.get(t) or text_of_tokens([t]) if t in parts or t % 512 < 128 else "?" for t in tokens)
 
@@ -210,7 +211,7 @@ async def test_white_space_around_thought_and_text_ends_no_sequence(
 @pytest.mark.parametrize("template", [appends, as_qwen3])
 @in_loop
 async def test_an_answer_that_a_limit_cut_off_in_a_thought_is_sent_as_rendered(template: Template) -> None:
-    """The scripted engine gives a cut thought as text: it stays, and no mark of a turn's end was sampled."""
+    """The scripted engine gives a truncated thought as text. The text stays, and no end of turn was sampled."""
 
     class Cut(Engine):
         async def _render(self, request: web.Request) -> web.Response:
@@ -248,7 +249,8 @@ async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
 @pytest.mark.parametrize(("keep", "sequences"), [([], 4), (["p"], 1)], ids=["template", "keep"])
 @in_loop
 async def test_a_template_that_opens_the_thought_itself_is_followed_or_kept(keep: list[str], sequences: int) -> None:
-    """As of models that always think: the mark is the prompt's, and earlier answers have neither mark nor thought."""
+    """For models that always think: the prompt contains the opening tag, and earlier answers have neither tag nor
+    thought."""
 
     class Opens(Engine):
         async def _render(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""A recorded campaign answers in the place of an engine: the second record is the first, byte for byte."""
+"""A recorded campaign answers instead of an engine. The second recording equals the first, byte for byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.serving import call_failure, endpoint, in_loop, listening
 
 @dataclass
 class Kept:
-    """Recordings in memory, in the form in which a run directory gives them back."""
+    """Recordings in memory, in the form in which a run directory returns them."""
 
     rollouts: dict[str, Trajectory] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Kept:
 
 
 async def hold(gateway: ModelGateway, name: str, agent: ChatAgent, seed: int, turns: int = 5) -> Recording:
-    """A conversation that depends on nothing but its seed and the answers."""
+    """Holds a conversation that depends only on its seed and the answers."""
     chance = random.Random(seed)
     model = await gateway.open(name, name.split("/")[1])
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as session:
@@ -89,7 +89,7 @@ async def test_a_replay_without_any_engine_is_recorded_byte_for_byte_like_the_fi
         assert all(r.protocols == {"replay": 5} for r in again)
         other = await hold(gateway, "t0/q/0", AGENTS[0](), 0)
         assert [s.tokens for s in other.sequences] == [s.tokens for s in again[0].sequences]
-        second = await hold(gateway, "t1/p/0", AGENTS[1](), 1)  # a further attempt starts anew
+        second = await hold(gateway, "t1/p/0", AGENTS[1](), 1)  # a further attempt starts from the beginning
         assert columns(second) == first["t1/p/0"]
 
 
@@ -148,7 +148,7 @@ async def test_a_recording_of_older_software_is_replayed() -> None:
 
 @in_loop
 async def test_a_rollout_is_replayed_whatever_its_length() -> None:
-    """One whose ids and log-probabilities as text would be far over the 8 MiB at which recordings once ended."""
+    """Its ids and log-probabilities as text would exceed the 8 MiB at which older recordings end."""
     recorder, messages = Recorder("p"), [{"role": "user", "content": "go"}]
     chance = random.Random(1)
     for number in range(12):

@@ -1,4 +1,4 @@
-"""Which server is asked: affinity, weights, and servers that fail, on the router alone."""
+"""The router's choice of a server: affinity, weights, and servers that fail."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_server_that_asks_to_be_left_alone_is_within_bounds() -> None:
     found = routed(1)
     (server,) = found.servers("p")
     server.failed(began=0.0, now=10.0, wait_s=3600.0)
-    server.failed(began=9.0, now=11.0, wait_s=2.0)  # another call that was under way, told something else
-    server.succeeded()  # one more, which was answered after all
+    server.failed(began=9.0, now=11.0, wait_s=2.0)  # another call in flight, with another Retry-After
+    server.succeeded()  # another call in flight, which was answered
     assert not server.available(69.9)
     assert server.available(70.0)
     assert [retry_after_s(value) for value in ("7", "-1", "soon", "", "٣", "Wed, 21 Oct 2015 07:28:00 GMT")] == [

@@ -1,4 +1,4 @@
-"""Sampling seeds: what an engine is asked for follows from the campaign, the rollout, the attempt and the call."""
+"""Sampling seeds depend on the campaign, the rollout, the attempt and the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLLOUT = Rollout("sum", "default", 3, "mini-swe-agent")
 
 
 class Engine(scripted.ScriptedEngine):
-    """Keeps the seeds that it was asked for."""
+    """Keeps the seeds of its requests."""
 
     def __init__(self) -> None:
         super().__init__(Script(), "m")

@@ -1,4 +1,4 @@
-"""How many servers a policy wants, and who lets them go."""
+"""The number of servers that a policy needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
 @pytest.mark.parametrize(
     ("loads", "asking", "expected"),
     [
-        ([], False, 0),  # nobody asks
+        ([], False, 0),  # no rollouts are left
         ([], True, 1),
         ([IDLE], False, 0),
         ([IDLE], True, 1),
@@ -48,7 +48,7 @@ def test_queues_are_read_from_the_engines_own_metrics() -> None:
 
 @pytest.mark.slow
 def test_a_server_tells_how_many_wait_for_it(servers: Servers) -> None:
-    """One answer at a time: of six requests one is answered and five wait."""
+    """The engine gives one answer at a time: of six requests, one is answered and five wait."""
     servers.script({"default": [{"text": "slow", "delay_s": 0.5}]}, "default", *QUICKLY, slots=1)
     record = servers.record(0)
 

@@ -176,7 +176,7 @@ def test_it_leaves_when_nobody_asks_any_more_but_not_before_somebody_did(servers
 
 @pytest.mark.slow
 def test_in_slurm_it_leaves_for_want_of_requests_only_where_somebody_brings_it_back(servers: Servers) -> None:
-    """With the exit status by which the batch script puts its element back into the queue, held."""
+    """Its exit status makes the batch script requeue and hold the element."""
     file = servers.run.path / "script.yaml"
     file.write_text("default: [fine]")
     section = {"engine": "scripted", "script": str(file)}

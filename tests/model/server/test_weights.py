@@ -1,4 +1,4 @@
-"""Versions of weights: published whole or not at all, loaded by servers under load, refused where they do not run."""
+"""Versions of weights: published atomically, loaded by servers under load, refused by servers that cannot run them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_run_directory_that_does_not_answer_is_no_reason_for_other_weights(run
 
 
 def test_a_pointer_that_was_left_behind_leads_to_the_newest_version(run: RunDir, tmp_path: Path) -> None:
-    """As after two publishers, of whom one was killed between its last look and the other's."""
+    """Two publishers ran at once, and one was killed between its last check and the other's."""
     proxy = Proxy()
     updater = WeightUpdater(run, Assignment(0, "a", {}), proxy)
     weights.publish(run, trained(tmp_path / "step1"), "a")
@@ -239,7 +239,7 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
 
 @in_loop
 async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_it_is_there(tmp_path: Path) -> None:
-    """A real engine's side of it: what arrives, over real sockets."""
+    """Checks what arrives at an engine, over real sockets."""
     arrived: list[tuple[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -294,7 +294,7 @@ def test_publishers_at_the_same_time_get_a_number_each_and_the_pointer_ends_at_t
 
 
 def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Path) -> None:
-    """At any instant: the pointer names a whole version, or the one before."""
+    """At any time the pointer names a complete version: the new or the previous one."""
     weights.publish(run, trained(tmp_path / "good", b"x" * 1000), "a")
     large = trained(tmp_path / "large", b"y" * 50_000_000)
     sizes = [len(safetensors(bytes(size))) for size in (1000, 50_000_000)]
