@@ -1,4 +1,4 @@
-"""Bodies of requests that cost far more than their bytes: refused before they do, while others are served."""
+"""Request bodies that cost far more than their size are refused in time, and other requests are served meanwhile."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ async def test_a_members_bodies_are_bounded_at_a_pools_proxy(tmp_path: Path, ser
 
 @asynccontextmanager
 async def half_sent(model: ModelEndpoint, port: int, number: int, length: int) -> AsyncIterator[None]:
-    """Calls of which all of the body but the last byte has been sent, as far as it was taken."""
+    """Sends calls with all of the body but the last byte, as far as the gateway reads it."""
     path = "/" + model.base_url.split("/", 3)[3] + "/chat/completions"
     head = (
         f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {model.api_key}\r\nContent-Length: {length}\r\n\r\n"
@@ -283,7 +283,7 @@ async def test_calls_of_one_rollout_take_turns_and_none_is_lost() -> None:
 
 
 def within(text: bytes, length: int) -> bytes:
-    """A request whose one message is ``text``, repeated to ``length`` bytes."""
+    """Returns a request with one message: ``text`` repeated to ``length`` bytes."""
     return b'{"messages":[{"role":"user","content":"%b"}]}' % (text * (length // len(text)))
 
 
@@ -339,7 +339,7 @@ async def test_a_neighbours_call_is_answered_soon_while_a_hostile_body_is_read(k
 
 
 def test_brackets_and_commas_are_counted_outside_of_strings() -> None:
-    """Random texts of quotes and backslashes, longer than the parts that are looked at."""
+    """Random texts of quotes and backslashes, longer than a window."""
     draw = random.Random(5)
     for _ in range(60):
         words = [draw.choice(["a", '"', "\\", "\\\\", "[", "{", ",", "é"]) for _ in range(9)]

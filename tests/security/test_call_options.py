@@ -1,4 +1,4 @@
-"""What an agent may ask of an engine: everything else is refused at once, or left out, and never reaches the engine."""
+"""The options that an agent may use. All others are refused or omitted, and never reach the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Upstream:
         self.port = 0
 
     async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
-        """The engine's own answer; overridden where it is another."""
+        """Returns the engine's own answer. Overridden by engines that answer differently."""
         return await handler(request)
 
     async def __aenter__(self) -> Upstream:
@@ -190,7 +190,7 @@ async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(
     assert body.keys() - {"max_tokens"} == {
         "prompt" if path == "/completions" else "messages",
         *("model", "stream", "return_token_ids", "logprobs"),
-        *NEUTRAL,  # an agent that names none is sampled with the policy's own
+        *NEUTRAL,  # without an option, the policy's setting applies
     }
 
 
@@ -301,7 +301,7 @@ async def test_images_lie_where_the_campaign_allows_or_nowhere(url: str, allowed
 
 
 class Reluctant(Upstream):
-    """Refuses or fails at what says one of four words, and answers everything else."""
+    """Refuses or fails at requests with one of four words, and answers all others."""
 
     async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
         said = json.dumps(body)
@@ -377,7 +377,7 @@ async def test_an_engine_that_fails_at_everything_is_the_services_failure(monkey
 async def test_a_request_at_which_an_engine_fails_is_no_outage_though_nobody_else_asks(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the agent waits for the refusal, or leaves and ends while the call is repeated."""
+    """The agent waits for the refusal, or ends while the call is repeated."""
     monkeypatch.setattr(failover, "RETRY_S", 0.02)
     body = {"prompt": "worse"} if path == "/completions" else {"messages": [{"role": "user", "content": "worse"}]}
     async with serving(Reluctant()) as gateway:
@@ -391,11 +391,11 @@ async def test_a_request_at_which_an_engine_fails_is_no_outage_though_nobody_els
         while not call_failure(gateway, "u/p/0"):
             await asyncio.sleep(0.01)
         assert await gateway.outage("u/p/0") == ""
-        assert (await waiting)[0] == 503  # it was given up, so as not to keep the control waiting
+        assert (await waiting)[0] == 503  # it was cancelled, so that the control need not wait
 
 
 class Dropping(Reluctant):
-    """Closes the connection, without an answer, at what says one word."""
+    """Closes the connection without an answer at requests with one word."""
 
     async def answer(self, body: Mapping[str, Any], request: web.Request, handler: Any) -> Any:
         if "drop" in json.dumps(body):
@@ -416,7 +416,7 @@ async def test_a_request_at_which_a_server_breaks_the_connection_is_refused_if_i
 
 
 class Wordless(Upstream):
-    """Gives answers without ids, or with ids that nobody can use."""
+    """Gives answers without ids, or with invalid ids."""
 
     def __init__(self, ids: Mapping[str, Any]) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ async def test_an_answer_without_ids_is_taken_for_its_text_and_counted(path: str
         assert (await call(model, path, GOOD[path]))[0] == 200
         recording = await gateway.close("t/p/0")
         assert (recording.protocols, recording.inexact) == ({"text": 1}, 1)
-        assert [turn.sequence for turn in recording.turns] == [-1]  # a turn of no tokens that are known
+        assert [turn.sequence for turn in recording.turns] == [-1]  # a turn without known tokens
     assert len(upstream.bodies) == 1
 
 
@@ -480,7 +480,7 @@ FIELDS_OF_MESSAGES = {
     "assistant": {"role", "content", "name", "reasoning", "reasoning_content", "tool_calls"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-"""What engines get of a message."""
+"""Fields of a message that engines get."""
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -548,7 +548,7 @@ mm_processor_kwargs return_prompt_text
 
 
 def test_every_field_of_vllms_requests_has_its_place() -> None:
-    """Of vLLM 0.32; whatever it has that is not here would be left out."""
+    """Fields of vLLM 0.32. Fields that no table lists would be omitted."""
     assert {*FIELDS.split(), *CHAT_FIELDS.split()} - CHAT.keys() == set()
     assert {*FIELDS.split(), "prompt", "suffix", "prompt_embeds"} - COMPLETIONS.keys() == set()
     for table in TABLES.values():

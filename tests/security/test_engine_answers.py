@@ -1,4 +1,4 @@
-"""What engines answer, which may be strangers or driven by an agent: bounded in bytes, time and depth, or no answer."""
+"""Answers of engines that are external or driven by an agent are limited in bytes, time and depth, or refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def call(model: ModelEndpoint, path: str = "chat/completions", **more: Any
 
 
 class Engine:
-    """Says what it is told, to whoever asks."""
+    """Sends a given answer to every request."""
 
     def __init__(self, say: Callable[[asyncio.StreamWriter], Any]) -> None:
         self._say, self.port, self.asked = say, 0, 0
@@ -77,7 +77,7 @@ class Engine:
 
 @asynccontextmanager
 async def engine(*answers: bytes) -> AsyncIterator[Engine]:
-    """One that gives these answers in turn, then the last."""
+    """An engine that gives these answers in turn, and then repeats the last."""
     left = list(answers)
     found = Engine(lambda writer: writer.write(left.pop(0) if len(left) > 1 else left[0]))
     async with served(found):
@@ -127,7 +127,7 @@ NONE = {
 @pytest.mark.parametrize("protocol", ["plain", "text"])
 @in_loop
 async def test_an_answer_that_is_none_is_no_turn_and_no_rest_of_the_server(kind: str, protocol: str) -> None:
-    scored = "id" in kind or "score" in kind  # what the protocol of texts does not look at
+    scored = "id" in kind or "score" in kind  # the protocol ``text`` does not check these
     async with engine(whole(NONE[kind])) as bad, ModelGateway(wait_s=20) as gateway:
         gateway.update_endpoints([record(bad.port, protocol=protocol)])
         model = await gateway.open("t/p/0", "p")
@@ -157,7 +157,7 @@ async def test_odd_fields_that_nothing_reads_cost_no_answer() -> None:
 
 @in_loop
 async def test_arguments_nested_deeply_are_a_text() -> None:
-    """A model may write them, and an agent have it do so: they are recorded, so the agent is told them too."""
+    """A model may write them, also at an agent's request. They are recorded, so the agent gets them too."""
     arguments = '{"a":' * 300 + "1" + "}" * 300
     said = message(tool_calls=[{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}])
     async with engine(whole(said)) as asked, ModelGateway(wait_s=20) as gateway:
@@ -202,7 +202,7 @@ async def test_an_answer_without_end_is_given_up(kind: str, monkeypatch: pytest.
 
 @in_loop
 async def test_a_call_that_asks_for_too_much_is_told_so_and_others_go_on() -> None:
-    """Alternatives and log-probabilities of many tokens: the request's fault, and no rest of the server."""
+    """Many answers or log-probabilities are the request's fault, and cause no backoff of the server."""
     large = whole(b'{"choices":"' + b"x" * MAX_ANSWER + b'"}')
     async with engine(large, whole(GOOD)) as asked, ModelGateway(wait_s=20) as gateway:
         gateway.update_endpoints([record(asked.port)])
@@ -216,7 +216,7 @@ async def test_a_call_that_asks_for_too_much_is_told_so_and_others_go_on() -> No
 
 @in_loop
 async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None:
-    """Each up to the point from which on it needs a place; another rollout's does not wait."""
+    """Each answer is read up to the size that needs the gate. Another rollout's answer does not wait."""
     quota, other = RolloutQuota(100), RolloutQuota(100)
     held: list[str] = []
     let_go = asyncio.Event()
@@ -235,7 +235,7 @@ async def test_large_answers_of_one_rollout_are_taken_in_one_at_a_time() -> None
             await asyncio.sleep(0.01)
         await one_let_through(asyncio.create_task(one("other", other)), held)
         assert len(held) == 2
-        tasks[2].cancel()  # who leaves while it waits holds nobody up
+        tasks[2].cancel()  # a call that is cancelled while it waits delays no other
         let_go.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(held) == ["a", "b", "other"]
@@ -251,7 +251,7 @@ async def one_let_through(task: asyncio.Task[None], held: list[str]) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_other_rollouts_are_served_while_a_large_answer_is_dealt_with(streamed: bool) -> None:
-    """Log-probabilities of 20,000 tokens, as an agent may ask for them: read, recorded and passed on."""
+    """An agent may ask for log-probabilities of 20,000 tokens. They are read, recorded and passed on."""
     tokens = list(range(20_000))
     large = changed(token_ids=tokens, logprobs={"content": SCORES * len(tokens)})
     async with engine(whole(large)) as hers, engine(whole(GOOD)) as his, ModelGateway(wait_s=20) as gateway:

@@ -95,7 +95,7 @@ async def test_it_is_asked_at_its_own_path_and_for_nothing_that_it_refuses(serve
                 ("POST", "/openai/chat/completions"),
             ]
             assert "max_tokens" not in endpoint.asked("openai")[1][2]
-            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host; no completion is requested
+            assert [request[1] for request in endpoint.asked("v1")] == ["/v1/models"]  # a bare host
             assert [request[1] for request in endpoint.asked("lists")] == ["/lists/models"]
             await one_call(gateway, servers, endpoint)
 
