@@ -61,7 +61,7 @@ class EngineProcess:
             os.close(descriptor)
 
     async def wait(self) -> None:
-        """Waits until the process ends; forever if there is none."""
+        """Waits until the process ends. Never returns for an external engine."""
         await (self._process.wait() if self._process else asyncio.Event().wait())
 
     async def end(self) -> None:
