@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import re
 
-CAUSES: tuple[tuple[str, str], ...] = (
-    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|Free memory on device",
-     "out of GPU memory"),
-    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node"),
-    (r"No space left on device", "no space left on a disk"),
-    (r"[Aa]ddress already in use", "its port was taken"),
-    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module"),
-    (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option"),
-    (r"local_files_only|LocalEntryNotFoundError|couldn't connect to 'https://huggingface\.co'|OfflineModeIsEnabled",
-     "the model is not in the node's cache, and an engine fetches nothing"),
-    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
-     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)",
-     "the model cannot be found"),
-    (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
-     "its weights cannot be read"),
-    (r"^error: wrong script: ", "its script cannot be used"),
-    (r"^FATAL:", "its image cannot be started"),
-    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit"),
-)  # fmt: skip
-"""Pattern of a log line → cause. The first pattern that matches a line of the log applies."""
-
 KEY, REFUSED = "refuses the key", "refuses the request"
 """Causes at an external endpoint."""
-LASTING = (
-    KEY,
-    REFUSED,
-    "its virtual environment lacks a module",
-    "it does not know an option",
-    "the model is not in the node's cache, and an engine fetches nothing",
-    "the model cannot be found",
-    "its weights cannot be read",
-    "its script cannot be used",
-    "the context length does not fit",
-)
+CAUSES: tuple[tuple[str, str, bool], ...] = (
+    (r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|Free memory on device",
+     "out of GPU memory", False),
+    (r"Cannot allocate memory|std::bad_alloc|MemoryError", "out of memory on the node", False),
+    (r"No space left on device", "no space left on a disk", False),
+    (r"[Aa]ddress already in use", "its port was taken", False),
+    (r"No module named '?([\w.]+)'?", "its virtual environment lacks a module", True),
+    (r"unrecognized arguments: .*|invalid choice: .*|No such option", "it does not know an option", True),
+    (r"local_files_only|LocalEntryNotFoundError|couldn't connect to 'https://huggingface\.co'|OfflineModeIsEnabled",
+     "the model is not in the node's cache, and an engine fetches nothing", True),
+    (r"(is not a valid model identifier|Repo id must be|Can't load the configuration|does not appear to have a file"
+     r"|No such file or directory: '.*(safetensors|config\.json)|Invalid repository ID)",
+     "the model cannot be found", True),
+    (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
+     "its weights cannot be read", True),
+    (r"^error: wrong script: ", "its script cannot be used", True),
+    (r"^FATAL:", "its image cannot be started", False),
+    (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
+)  # fmt: skip
+"""Pattern of a log line, cause, and whether another start would fail for the same cause. The first match applies."""
+LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
 """Causes that another start would have too."""
 REJECTED = (
     r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
@@ -66,7 +55,7 @@ def cause(log_tail: str, exit_code: int | None) -> str:
         exit_code: Exit code of its process; ``None`` if it has no process.
     """
     lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(IGNORED, x)]
-    for pattern, meaning in CAUSES:
+    for pattern, meaning, _ in CAUSES:
         for number in reversed(range(len(lines))):
             if re.search(pattern, lines[number]):
                 return f"{meaning}: {_whole(lines, number)}"

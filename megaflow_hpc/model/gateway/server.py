@@ -25,7 +25,6 @@ Answered calls are recorded, refused ones are not. These errors have a header
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import secrets
@@ -72,7 +71,6 @@ class ModelGateway:
     Args:
         wait_s: Seconds for which a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. Exceeding it counts as the server's failure.
-        host: Address to listen on. The kernel chooses the port.
         policies: Model names that select a policy. Every other name selects the rollout's own policy.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies that are answered from a recorded campaign.
@@ -87,7 +85,6 @@ class ModelGateway:
         *,
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
-        host: str = LOOPBACK,
         policies: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
@@ -95,7 +92,7 @@ class ModelGateway:
         keep_thoughts: Collection[str] = (),
         sampling: Mapping[str, Sampling] | None = None,
     ) -> None:
-        self.host, self.port = host, 0
+        self.port = 0
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._calls = Calls(
             self._caller, policies, replays or {}, media_domains or {}, sampling or {}, frozenset(keep_thoughts)
@@ -103,7 +100,6 @@ class ModelGateway:
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
         self._server: HttpServer | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ModelGateway:
         await self.start()
@@ -119,9 +115,8 @@ class ModelGateway:
 
     async def start(self) -> None:
         """Listens; sets ``port``."""
-        self._loop = asyncio.get_running_loop()
         self._server = HttpServer(self._handle, LOG, max_per_owner=MAX_CONNECTIONS)
-        listener = socket.create_server((self.host, 0))
+        listener = socket.create_server((LOOPBACK, 0))
         self.port = listener.getsockname()[1]
         self._server.listen(listener)
 
@@ -132,7 +127,7 @@ class ModelGateway:
                 self._server.release(token)
             await self._server.stop()
         await self._caller.close()
-        self._server = self._loop = None
+        self._server = None
 
     async def open(
         self,
@@ -171,7 +166,7 @@ class ModelGateway:
             self._server.listen(listener)
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
-        return ModelEndpoint(f"http://{self.host}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
+        return ModelEndpoint(f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
         """Ends an open rollout and returns what was recorded; later calls with its key are refused.
@@ -240,12 +235,8 @@ class ModelGateway:
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``. Callable from any thread."""
-        update = self._caller.router.update
-        if self._loop is None or self._loop is _running_loop():
-            update(endpoints)
-        else:
-            self._loop.call_soon_threadsafe(update, endpoints)
+        """Replaces the list of engine servers by decoded ``RUN/endpoints/*.json``."""
+        self._caller.router.update(endpoints)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
@@ -291,10 +282,3 @@ class ModelGateway:
         raise CallError(
             405 if completes or counts or endpoint == "/models" else 404, f"{request.method} {path} is not served here"
         )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
