@@ -53,10 +53,10 @@ def expect(good: bool, *said: Any) -> None:
 class Oracle:
     """The facts that a tree's engine and clients know.
 
-        Args:
-            given: The engine's answers.
-            exchanges: The clients' calls.
-            policy: The rollout's own policy.
+    Args:
+        given: The engine's answers.
+        exchanges: The clients' calls.
+        policy: The rollout's own policy.
     """
 
     def __init__(self, given: Sequence[EngineAnswer], exchanges: Sequence[Exchange], policy: str) -> None:
