@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaflow_hpc.campaign.jobs import Jobs
+from megaflow_hpc.config.model import ServerCount
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import RENEW_S, SCALER, Leader
@@ -49,9 +50,8 @@ class Autoscaler:
         self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str, monitor: Monitor | None = None
     ) -> None:
         self._run, self._jobs, self._monitor = run, jobs, monitor or Monitor(run)
-        servers = {server.policy: server.model["servers"] for server in planned.servers if server.held}
-        self._counts: dict[str, Mapping[str, Any]] = servers
-        """The ``servers`` sections of the policies that have servers to let go."""
+        self._counts = {server.policy: _count(server.model["servers"]) for server in planned.servers if server.held}
+        """Number of servers of each policy that has held ones."""
         self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
         self._looked = -LOOK_S
@@ -70,7 +70,7 @@ class Autoscaler:
             self._looked = now - LOOK_S + SOON_S  # pods are about to start
         going: list[str] = []
         for policy, count in self._counts.items():
-            number = wanted(count, loads.get(policy, ()), asked[policy] > 0)
+            number = wanted(*count, loads.get(policy, ()), asked[policy] > 0)
             if number > len(loads.get(policy, ())):
                 try:
                     going += self._jobs.release(policy, number)
@@ -119,3 +119,8 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))
+
+
+def _count(value: Any) -> ServerCount:
+    """Returns ``servers`` of a model section in ``run.json``, also of an earlier version."""
+    return ServerCount(value["min"], value["max"]) if isinstance(value, Mapping) else ServerCount(*value)

@@ -60,7 +60,7 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
     """
     if not run.ledger.is_dir():
         raise _purged(run, "ledger/, which tells what is done, is gone")
-    run.create(planned.config.share)
+    run.create(planned.config.run_share)
     ledger.create()
     total = planned.total + sum(ledger.rollouts_added(added) for added in ledger.added())
     left = len({rollout.id for block in read_blocks(run) for rollout in block.rollouts})

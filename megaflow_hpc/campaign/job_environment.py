@@ -57,7 +57,7 @@ def environment_script(config: CampaignConfig, mpi: str) -> str:
             f"export MEGAFLOW_TRAINER_REQUEUES={TRAINER_REQUEUES}",
             f"export MEGAFLOW_TRAINER_SHARE={config.slurm.trainer.share}",
         ]
-    if config.share == "group":
+    if config.run_share == "group":
         lines.append("[ ! -f /dev/stdout ] || chmod g+r /dev/stdout")  # the log, which Slurm made by the user's umask
     counts = [policy.model.servers for policy in config.policies().values() if policy.model and not config.is_pool]
     if any(count.min < count.max for count in counts):

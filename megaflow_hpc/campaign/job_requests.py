@@ -118,7 +118,7 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
     if len(arrays) > 1 + sum(not pool.cluster for pool in pods.pools):
         found.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
     for job in arrays:
-        if job.throttle is not None and job.throttle != pods.throttle and job.throttle < (job.elements or 1):
+        if job.throttle is not None and job.throttle < (job.elements or 1):
             running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
             found.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")

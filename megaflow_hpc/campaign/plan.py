@@ -158,7 +158,7 @@ def write(
     missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
     (watch or Silent()).step(f"writing {run} with {len(plan.rollouts)} rollouts")
     try:
-        run.create(plan.config.share)
+        run.create(plan.config.run_share)
         _fill(plan, run, mpi, profile)
     except BaseException:
         if missing:
@@ -201,7 +201,7 @@ def _fill(plan: Plan, run: RunDir, mpi: str, profile: Profile | None) -> None:
     write_blocks(run, planned, plan.config.slurm.pods.total, expected_s=expected_s, whole=whole_groups(plan.config))
     write_scripts(run)
     if plan.config.pool is not None:
-        EnginePool(run.path).create(Counter(server.policy for server in plan.servers), plan.config.pool.share)
+        EnginePool(run.path).create(Counter(server.policy for server in plan.servers), plan.config.share)
     pools = {name: EnginePool(p.model.pool) for name, p in plan.policies.items() if p.model and p.model.pool}
     theirs = {name: pool.policy(name) for name, pool in pools.items()}
     for name, pool in pools.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
@@ -18,7 +18,6 @@ from megaflow_hpc.config.sections import (
     RUN_DIRECTORY,
     AgentConfig,
     EnvironmentConfig,
-    EvaluationConfig,
     LimitsConfig,
     SchedulingConfig,
     Section,
@@ -45,13 +44,16 @@ class CampaignConfig(Section):
     run_dir: str = "runs"
     """Directory in which run directories are made."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: its ``user``, or also its ``group``. Keys stay the user's in any case."""
+    """Who may read the run directory: its ``user``, or also its ``group``. Keys are never shared. For an engine pool:
+    whose campaigns may use it; its run directory stays private."""
     tasks: tuple[TaskSource, ...] = ()
     """Task sources. Without tasks and agent the campaign is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
     """Agent scaffold. With a list, and no model, every agent runs every task; its name is the policy's."""
     samples: int = Field(1, ge=1)
     """Rollouts of each task under each policy. Default: 1."""
+    pass_threshold: float = 1.0
+    """Reward from which a rollout counts as passed, in pass@k, reports and training. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
     """Seed of every rollout's sampling and of the trainer's choices. Default: none. Engines then sample freely, which
     is faster, and the trainer uses 0."""
@@ -60,7 +62,7 @@ class CampaignConfig(Section):
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of several policies, by the policy's name."""
     pool: EnginePoolConfig | None = None
-    """Access to this engine pool: who may use it, and how much."""
+    """How users share this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """The sandboxes."""
     slurm: SlurmConfig = SlurmConfig()
@@ -71,10 +73,15 @@ class CampaignConfig(Section):
     """When the campaign stops by itself."""
     quotas: QuotasConfig = QuotasConfig()
     """What the campaign may take at once."""
-    evaluation: EvaluationConfig = EvaluationConfig()
-    """How rewards are summarised."""
     training: TrainingConfig | None = None
     """Training on the rollouts while they come in. Default: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context == RUN_DIRECTORY and isinstance(value, dict):
+            return {**value, "pass_threshold": pass_threshold_of(value)}
+        return value
 
     @field_validator("name")
     @classmethod
@@ -138,6 +145,11 @@ class CampaignConfig(Section):
         """Whether it is nothing but models for other campaigns."""
         return not self.tasks and not self.agent and bool(self.model or self.models)
 
+    @property
+    def run_share(self) -> Literal["user", "group"]:
+        """Who may read the run directory. An engine pool shares only its servers; its run directory stays private."""
+        return "user" if self.is_pool else self.share
+
     def policies(self) -> dict[str, Policy]:
         """What runs every task, by name."""
         if self.models:
@@ -155,6 +167,15 @@ class CampaignConfig(Section):
             )
             for name, model in models.items()
         }
+
+
+def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
+    """Returns ``pass_threshold`` of a campaign as run directories and trajectory files store it."""
+    value = campaign.get("pass_threshold")
+    evaluation = campaign.get("evaluation")
+    if value is None and isinstance(evaluation, Mapping):  # stored by an earlier version
+        value = evaluation.get("threshold")
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
 class Policy(Section):

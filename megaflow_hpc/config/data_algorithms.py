@@ -52,21 +52,6 @@ class ZeroVariance(Section):
     """Drops groups whose rewards are all equal: they have nothing to teach."""
 
 
-class ReplayConfig(Section):
-    """Trains on the latest groups once more."""
-
-    ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of a step's groups that was trained on before. Default: 0."""
-    size: int = Field(0, ge=0)
-    """Groups that are kept for it, the latest. Default: 0."""
-
-    @model_validator(mode="after")
-    def _some(self) -> ReplayConfig:
-        if self.ratio and not self.size:
-            raise ValueError("size: a ratio of replayed groups needs some that are kept; give the number of groups")
-        return self
-
-
 class DataStep(Section):
     """One step of ``data``; exactly one key."""
 
@@ -83,18 +68,19 @@ class DataStep(Section):
     """Drops groups with equal rewards."""
     pass_rate: Range | None = None
     """Drops groups whose share of passed rollouts is outside ``[from, to]``, or ``[from, to, exclusive]`` without the
-    bounds themselves. A rollout has passed from ``evaluation.threshold``."""
+    bounds themselves. A rollout passes with a reward of at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
     """Drops rollouts with tokens that are more than this number of versions old."""
-    replay: ReplayConfig | None = None
-    """Trains on the latest groups once more."""
+    replay: float | None = Field(None, ge=0, lt=1)
+    """Trains once more on the latest groups of earlier steps, up to this share of a step's groups."""
 
-    @field_validator("penalty", "pass_rate", "staleness", mode="before")
+    @field_validator("penalty", "pass_rate", "staleness", "replay", mode="before")
     @classmethod
     def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
         """Reads the section that run directories of earlier versions have in place of the plain value."""
         if info.context == RUN_DIRECTORY and isinstance(value, dict):
-            return value.get({"penalty": "unfinished", "pass_rate": "range", "staleness": "max"}[str(info.field_name)])
+            names = {"penalty": "unfinished", "pass_rate": "range", "staleness": "max", "replay": "ratio"}
+            return value.get(names[str(info.field_name)])
         return value
 
     _bounds = field_validator("pass_rate", mode="before")(_range)

@@ -6,27 +6,22 @@ A campaign with nothing but models is an engine pool, whose servers other campai
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import AgentConfig, Section
+from megaflow_hpc.config.sections import RUN_DIRECTORY, AgentConfig, Section
 
 
-class ServerCount(Section):
+class ServerCount(NamedTuple):
     """The number of engine servers of a policy."""
 
-    min: int = Field(1, ge=0)
-    """Servers started with the campaign. Default: 1."""
-    max: int = Field(1, ge=1)
-    """Maximum number of servers; those above ``min`` are queued held, and released on demand. Default: 1."""
+    min: int = 1
+    max: int = 1
 
-    @model_validator(mode="after")
-    def _ordered(self) -> ServerCount:
-        if self.min > self.max:
-            raise ValueError(f"servers.min {self.min} is larger than servers.max {self.max}; lower it, or raise max")
-        return self
+
+SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer"}}]}
 
 
 class WeightsConfig(Section):
@@ -36,9 +31,6 @@ class WeightsConfig(Section):
     """``rolling``: the servers of a policy load one after the other; ``together``: all at once."""
     running: Literal["finish", "continue"] = "finish"
     """Requests in progress: ``finish`` on the old version, or ``continue`` on the new one."""
-    poll_s: float | None = Field(None, gt=0)
-    """Seconds between two looks for a new version. A look costs the file system one open of each server. Default: 0.5
-    for a policy that is trained, more with over 50 servers, 100 looks a second in all; else 5."""
 
 
 class SamplingConfig(Section):
@@ -75,7 +67,7 @@ class SamplingConfig(Section):
 
 ALSO = (
     *("engine", "path", "servers", "gpus", "nodes", "args", "python", "image", "binds"),
-    *("base_url", "name", "api_key_file", "script", "weight"),
+    *("base_url", "api_key_file", "script", "weight"),
 )
 """What further servers of a policy may have of their own."""
 
@@ -86,11 +78,15 @@ class ModelConfig(Section):
     engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
     """Inference engine. ``external`` is an existing endpoint, ``replay`` a recorded campaign."""
     path: str | None = None
-    """Model directory or Hugging Face name; for ``replay`` a run directory or a trajectories file."""
+    """Model directory or Hugging Face name. For ``external``, the model's name at the endpoint (default: the policy's
+    name). For ``replay``, a run directory or trajectories file."""
     pool: str | None = None
     """Run directory of an engine pool that answers in place of servers of this campaign."""
-    servers: ServerCount = ServerCount()
-    """Number of engine servers."""
+    servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
+        ServerCount(), json_schema_extra={"default": 1}
+    )
+    """Number of engine servers, or ``[min, max]``: ``min`` start with the campaign, and the others are queued held and
+    start when requests wait. A server without requests ends. Default: 1."""
     gpus: int = Field(1, ge=0)
     """GPUs of each server on each of its nodes; used for tensor parallelism. Default: 1; always 0 for ``external``."""
     nodes: int = Field(1, ge=1)
@@ -115,8 +111,6 @@ class ModelConfig(Section):
     """Further host paths visible to an engine in an image: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
     """``external`` only: address of the endpoint, to which ``/chat/completions`` is added; a bare host gets ``/v1``."""
-    name: str | None = None
-    """``external`` only: name of the model at the endpoint. Default: ``path``, else the policy's name."""
     api_key_file: str | None = None
     """``external`` only: file with the API key, which nobody else may read (mode 0600). Default: no key."""
     script: str | None = None
@@ -133,6 +127,17 @@ class ModelConfig(Section):
     weight, …)."""
     include: tuple[str, ...] = ()
     """Shell patterns on task ids; this policy runs only matching tasks. Default: every task."""
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _count(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, dict) and info.context == RUN_DIRECTORY:  # of an earlier version
+            value = (value.get("min", 1), value.get("max", 1))
+        bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
+        whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
+        if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
+            raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
+        return bounds
 
     @field_validator("agent", mode="before")
     @classmethod
@@ -171,8 +176,6 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
-        if self.name and "external" not in (self.engine, *(other.get("engine") for other in self.also)):
-            raise ValueError("name: is for engine external; others serve a model by the name of its policy")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
         if (
             self.thoughts == "keep"
@@ -194,28 +197,15 @@ class ModelConfig(Section):
         common = {"also": (), "agent": None}
         return [
             self.model_copy(update=common),
-            *(ModelConfig.model_validate({**self.model_dump(), **common, **other}) for other in self.also),
+            *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),
         ]
 
 
-class UserCaps(Section):
-    """What one user may ask of each server of an engine pool."""
+class EnginePoolConfig(Section):
+    """How the users of an engine pool share its servers. The top-level ``share`` says who may use the pool."""
 
     in_flight: int | None = Field(None, ge=1)
-    """Maximum number of concurrent requests. Default: no limit."""
-
-
-class UserShare(UserCaps):
-    """Caps and share of one user; a cap that it does not state is that of all users."""
-
-    weight: float = Field(1.0, gt=0)
-    """Relative share of engine time while users ask for more than there is. Default: 1."""
-
-
-class EnginePoolConfig(UserCaps):
-    """Access to an engine pool; its caps apply to every user who is not listed."""
-
-    share: Literal["user", "group"] = "user"
-    """Whose campaigns may use the pool: its owner's (``user``), or also those of the owner's ``group``."""
-    users: dict[str, UserShare] = Field(default_factory=dict)
-    """Caps and shares of single users, by login name."""
+    """Maximum number of concurrent requests of one user at each server; further requests wait. Default: no limit."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Relative shares of engine time, by login name, for times of more requests than the servers can answer. Default: 1
+    for each user."""

@@ -106,13 +106,3 @@ class AdvantageConfig(Section):
         if value and not any(value.values()):
             raise ValueError(f"{value}: every weight is 0; nothing would be learned")
         return value
-
-
-class ImportanceConfig(Section):
-    """Weights that correct for how the engine's probabilities differ from the trainer's (truncated importance sampling,
-    Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training)."""
-
-    level: Literal["none", "token", "sequence"] = "token"
-    """``token``: a weight for each token; ``sequence``: the product over one; ``none``. Default: ``token``."""
-    truncate: float = Field(2.0, ge=1)
-    """Largest weight. Default: 2."""

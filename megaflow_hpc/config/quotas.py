@@ -2,7 +2,6 @@
 
 ========================================  ==============================================================================
 ``requests_per_s tokens_per_s in_flight``  model calls, shared out over the gateways of the campaign (one a worker rank)
-``slots``                                  rollouts at once in the whole campaign, shared out in the same way
 site file                                  the most that a campaign may ask for; also where it asks for nothing
 ========================================  ==============================================================================
 
@@ -10,8 +9,8 @@ Nobody keeps count for all: each gateway and rank has an equal part from the sta
 not reached while pods wait in the queue or have ended. A site file is YAML, ``/etc/megaflow-hpc/site.yaml`` or (only
 where that does not exist) the file that ``MEGAFLOW_SITE_FILE`` names::
 
-    caps: {slots: 512, requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
-    users: {alice: {slots: 1024}}        # instead of caps, cap by cap
+    caps: {requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
+    users: {alice: {in_flight: 2000}}     # instead of caps, cap by cap
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ class QuotasConfig(Section):
     """Maximum number of tokens per second, of prompts and answers together."""
     in_flight: int | None = Field(None, ge=1)
     """Maximum number of concurrent model calls."""
-    slots: int | None = Field(None, ge=1)
-    """Maximum number of concurrent rollouts."""
 
     @property
     def any(self) -> bool:
@@ -116,13 +113,11 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
     stated = {name: value for name, value in quotas.model_dump().items() if value is not None}
     held = QuotasConfig(**{**{n: getattr(caps, n) for n in QuotasConfig.model_fields}, **stated})
     count = gateways(pods)
-    for name in ("in_flight", "slots"):
-        value = getattr(held, name)
-        if value is not None and value < count:
-            raise ConfigError(
-                f"quotas.{name}: {value} shared out over {count} worker ranks is less than one each; use fewer pods or "
-                f"ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
-            )
+    if held.in_flight is not None and held.in_flight < count:
+        raise ConfigError(
+            f"quotas.in_flight: {held.in_flight} shared out over {count} worker ranks is less than one each; use fewer "
+            f"pods or ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
+        )
     return held
 
 
@@ -135,8 +130,3 @@ def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
         raise ConfigError(
             f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan it anew for more"
         )
-
-
-def slots_of_rank(wanted: int, quotas: QuotasConfig, pods: PodsConfig) -> int:
-    """Rollouts at once on one worker rank: what was asked for, or its part of the campaign's slots."""
-    return wanted if quotas.slots is None else max(1, min(wanted, quotas.slots // gateways(pods)))

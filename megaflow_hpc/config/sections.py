@@ -103,8 +103,6 @@ class SandboxLimits(Section):
     """Scratch space in MB. Default: no limit."""
     processes: int | None = Field(None, ge=16)
     """Number of processes and threads. Default: 512."""
-    cpu_s: float | None = Field(None, gt=0)
-    """CPU time in seconds, for agent and verifier each. Default: no limit."""
     wall_s: float | None = Field(None, gt=0)
     """Wall-clock time in seconds, for agent and verifier each. Default: no limit."""
 
@@ -169,18 +167,6 @@ class SchedulingConfig(Section):
     Default: 0."""
     signal_after: int | None = Field(None, ge=2)
     """Number of equal rewards in a group after which its waiting samples are dropped. Default: never."""
-    cuts: int = Field(16, ge=0)
-    """Maximum number of times that the end of an allocation may interrupt a rollout before it fails with kind
-    ``walltime``. Default: 16."""
-
-
-class EvaluationConfig(Section):
-    """How rewards are summarised."""
-
-    ks: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Values of k for pass@k. Default: 1 and the number of samples."""
-    threshold: float = 1.0
-    """Reward from which a rollout counts as passed. Default: 1."""
 
 
 class LimitsConfig(Section):

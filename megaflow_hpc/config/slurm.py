@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megaflow_hpc.config.sections import Section
+from megaflow_hpc.config.sections import RUN_DIRECTORY, Section
 
 TRAINER_REQUEUES = 20
 """Requeues of a trainer in a row that committed no step, before it is given up."""
@@ -70,8 +70,6 @@ class PodsConfig(Section):
     """Memory of each node in GB (10^9 bytes), shared by its ranks. Default: the partition's."""
     time: str | int | None = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
-    throttle: int | None = Field(None, ge=1)
-    """Maximum number of elements of one array that run at once. Default: no limit."""
     pools: tuple[PodPoolConfig, ...] = ()
     """Further pod arrays, on other partitions, accounts or clusters."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -109,21 +107,6 @@ class ServersConfig(Section):
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or as much as account and QOS allow."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-
-
-class GatherConfig(Section):
-    """The job that writes trajectories.h5 when the pods have ended."""
-
-    partition: str | None = None
-    """Partition. Default: ``pods.partition``."""
-    time: str | int | None = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: an hour, or as much of it as partition, account and QOS
-    allow."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Further sbatch options by name, such as ``cpus-per-task`` (default: the CPUs of a pod on one node, 8 at most),
-    ``mem``, or ``mail-user`` and ``mail-type: END,FAIL`` for a mail when the campaign has ended."""
 
     _time = field_validator("time", mode="before")(_walltime)
 
@@ -172,17 +155,35 @@ class SlurmConfig(Section):
     """The engine array."""
     trainer: TrainerConfig = TrainerConfig()
     """The trainer of each trained policy."""
-    gather: GatherConfig = GatherConfig()
-    """The job that gathers."""
+    gather: dict[str, Any] = Field(default_factory=dict)
+    """sbatch options, by name, of the job that writes trajectories.h5 when the pods have ended. Defaults: the partition
+    of ``pods``; a ``time`` of one hour, or less if partition, account or QOS allow less; as ``cpus-per-task`` the CPUs
+    of a pod on one node, at most 8. ``mail-user`` with ``mail-type: END,FAIL`` sends a mail when the campaign has
+    ended."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:
-        extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather.extra]
+        extras = [self.extra, self.pods.extra, self.servers.extra, self.trainer.extra, self.gather]
         extras += [pool.extra for pool in self.pods.pools]
         for name in sorted({name for extra in extras for name in extra}):
             if name.strip("-") in ("M", "cluster", "clusters"):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
         return self
+
+    @field_validator("gather", mode="before")
+    @classmethod
+    def _gather(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if info.context == RUN_DIRECTORY:  # ``extra`` of earlier versions
+            value = {**{key: own for key, own in value.items() if key != "extra"}, **(value.get("extra") or {})}
+        elif "extra" in value:
+            raise ValueError("extra: write its options directly into slurm.gather")
+        try:
+            _walltime(value.get("time"))
+        except ValueError as error:
+            raise ValueError(f"time {error}") from None
+        return value
 
     @field_validator("setup", mode="before")
     @classmethod

@@ -28,23 +28,12 @@ LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
 """Engines that are the campaign's own."""
 
 
-POLL_S = 0.5
-"""Seconds between two looks of a trained policy's server for new weights: of the time to their first token, half of it
-is waiting."""
-LOOKS_PER_S = 100
-"""Looks of all servers of a policy, which many of them share."""
-
-
 def trained_model(model: ModelConfig) -> ModelConfig:
-    """Returns a trained policy's model: its engine does not take sampling from the model's files, and looks for new
-    weights often."""
+    """Returns a trained policy's model, whose engine does not take sampling settings from the model's files."""
     kinds = [{"engine": model.engine, "args": model.args}, *model.also]
     args = [_neutral_args(str(kind.get("engine", model.engine)), kind.get("args")) for kind in kinds]
     also = tuple({**kind, "args": own} if own else kind for kind, own in zip(model.also, args[1:], strict=True))
-    servers = sum(kind.servers.max for kind in model.kinds())
-    poll_s = model.weights.poll_s or max(POLL_S, servers / LOOKS_PER_S)
-    weights = model.weights.model_copy(update={"poll_s": poll_s})
-    return model.model_copy(update={"args": args[0] or {}, "also": also, "weights": weights})
+    return model.model_copy(update={"args": args[0] or {}, "also": also})
 
 
 def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; ta
           loss: {kind: gspo, clip: [2.0e-4, 4.0e-4], epochs: 2, minibatch: 64}
           advantage: {kind: grpo}
           optimizer: {lr: 1.0e-6}
-      batch: {tasks: 64}
-      mode: synchronous
+      batch: 64
+      staleness: 0
       data: [{penalty: -0.5}, zero_variance]
       prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
 """
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
-from megaflow_hpc.config.objective import AdvantageConfig, ImportanceConfig, LossConfig
-from megaflow_hpc.config.sections import Section, TaskSource
+from megaflow_hpc.config.objective import AdvantageConfig, LossConfig
+from megaflow_hpc.config.sections import RUN_DIRECTORY, Section, TaskSource
 
 
 class OptimizerConfig(Section):
@@ -70,8 +70,13 @@ class PolicyTraining(Section):
     """What is minimised."""
     advantage: AdvantageConfig = AdvantageConfig()
     """What rewards count for."""
-    importance: ImportanceConfig = ImportanceConfig()
-    """Correction between engine and trainer."""
+    importance: Literal["none", "token", "sequence"] = "token"
+    """Importance weights, which correct for the difference between the engine's and the trainer's probabilities
+    (truncated importance sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training): one for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none``. Default:
+    ``token``."""
+    truncate: float = Field(2.0, ge=1)
+    """Upper bound of an importance weight. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     lora: LoraConfig | None = None
@@ -84,39 +89,14 @@ class PolicyTraining(Section):
     recompute: bool = True
     """Whether activations are computed again in the backward pass, to save memory. Default: true."""
 
-
-class BatchConfig(Section):
-    """What one step trains on, and what is asked for at a time."""
-
-    tasks: int = Field(16, ge=1)
-    """Groups. Each has as many rollouts as the policy's ``samples``. Default: 16."""
-    refill: int = Field(0, ge=0, le=100)
-    """How often a step asks for further tasks in the place of groups that ``data`` drops, before it is made of what is
-    there (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). Default: 0; steps get smaller."""
-
-
-class ModeConfig(Section):
-    """How far rollouts may lag behind the trainer; kept by when tasks are asked for, not by discarding."""
-
-    kind: Literal["synchronous", "bounded", "asynchronous"] = "bounded"
-    """``synchronous``: each step waits for rollouts of the newest version; ``bounded``: up to ``staleness`` versions
-    behind; ``asynchronous``: no bound. Default: ``bounded``."""
-    staleness: int | None = Field(None, ge=0)
-    """Versions that a step's rollouts may be behind: ``bounded`` only. Default: 1."""
-
-    @model_validator(mode="after")
-    def _one_number(self) -> ModeConfig:
-        if self.kind == "bounded" and self.staleness == 0:
-            raise ValueError("staleness 0 is mode: synchronous")
-        if self.kind != "bounded" and self.staleness is not None:
-            raise ValueError(f"staleness is for mode bounded; {self.kind} has none to set")
-        return self
-
-    @property
-    def bound(self) -> int | None:
-        """The mode as one number: 0 synchronous, k bounded, ``None`` asynchronous."""
-        lags = {"synchronous": 0, "bounded": 1 if self.staleness is None else self.staleness}
-        return lags.get(self.kind)
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reads the section ``importance`` in run directories of earlier versions."""
+        if info.context == RUN_DIRECTORY and isinstance(value, dict) and isinstance(value.get("importance"), dict):
+            weights = value["importance"]
+            return {**value, "importance": weights.get("level", "token"), "truncate": weights.get("truncate", 2.0)}
+        return value
 
 
 class HeldOutConfig(Section):
@@ -141,17 +121,19 @@ class TrainingConfig(Section):
 
     policies: dict[str, PolicyTraining]
     """Which of the campaign's policies learn, and how; ``default`` is the one of ``model``."""
-    batch: BatchConfig = BatchConfig()
-    """What one step trains on."""
-    mode: ModeConfig = ModeConfig()
-    """How far rollouts may lag behind the trainer."""
+    batch: int = Field(16, ge=1)
+    """Tasks that one step trains on, each with all samples of the policy. Default: 16."""
+    refill: int = Field(0, ge=0, le=100)
+    """Number of times that a step requests further tasks to replace groups that ``data`` drops (dynamic sampling: DAPO,
+    arXiv 2503.14476, section 3.2). After that, the step is smaller than ``batch``. Default: 0."""
+    staleness: int | None = Field(1, ge=0)
+    """Maximum age of a step's rollouts, in weight versions. 0: synchronous, each step waits for rollouts of the newest
+    weights. null: asynchronous, without a limit. Tasks are requested late enough to keep it; no rollout is discarded.
+    Default: 1."""
     data: tuple[DataStep, ...] = ()
     """What is done with rollouts before they are trained on, in this order. Default: nothing."""
     prompts: PromptsConfig = PromptsConfig()
     """Which tasks are asked for."""
-    constrained: Literal["mask", "refuse"] = "mask"
-    """Handling of calls of a trained policy that differ from its ``sampling`` or constrain its tokens. ``mask``: store
-    them with loss mask 0. ``refuse``: answer with error 400. Default: ``mask``."""
     steps: int = Field(100, ge=1)
     """Steps of the whole training. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
@@ -160,6 +142,21 @@ class TrainingConfig(Section):
     """Whether a step's weights are published as their difference from the last whole version. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reads ``mode`` and the section ``batch`` in run directories of earlier versions."""
+        if info.context != RUN_DIRECTORY or not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if isinstance(batch := value.get("batch"), dict):
+            value |= {"batch": batch.get("tasks", 16), "refill": batch.get("refill", 0)}
+        if isinstance(mode := value.get("mode"), dict):
+            bounds: dict[Any, int | None] = {"synchronous": 0, "asynchronous": None}
+            bounded = 1 if mode.get("staleness") is None else mode["staleness"]
+            value["staleness"] = bounds.get(mode.get("kind"), bounded)
+        return value
 
     @field_validator("policies", mode="before")
     @classmethod
@@ -175,11 +172,6 @@ class TrainingConfig(Section):
             raise ValueError("names no policy; write policies: {default: {}}")
         return value
 
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _bare_mode(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
-
     @field_validator("data", mode="before")
     @classmethod
     def _bare_steps(cls, value: Any) -> Any:
@@ -189,10 +181,8 @@ class TrainingConfig(Section):
     def _fits(self) -> TrainingConfig:
         for name, policy in self.policies.items():
             asked = policy.loss.minibatch
-            if asked and asked > self.batch.tasks:
-                raise ValueError(
-                    f"policies.{name}.loss.minibatch: {asked} tasks are more than the {self.batch.tasks} of batch.tasks"
-                )
+            if asked and asked > self.batch:
+                raise ValueError(f"policies.{name}.loss.minibatch: {asked} tasks are more than batch: {self.batch}")
         once = [step.name for step in self.data if step.name in ("staleness", "replay")]
         for kind in once:
             if once.count(kind) > 1:

@@ -22,6 +22,21 @@ OF_KIND = re.compile(
     r")(_|\Z)"
 )
 """Pydantic's names of the mistakes that the schema says more of; others are the sections' own words."""
+REMOVED_KEYS = {
+    "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
+    "evaluation": "write the reward of a passed rollout as pass_threshold: 0.5; pass@k needs no key",
+    "model.name": "write the model's name at the endpoint as path",
+    "importance.level": "write importance: token",
+    "pool.share": "write share: group at the top of the file",
+    "pool.users": "write the users' weights as pool.weights: {alice: 2}; pool.in_flight holds for every user",
+    "quotas.slots": "limit rollouts with slurm.pods: count, ranks_per_node and slots_per_rank",
+    "scheduling.cuts": "a rollout fails after 16 interruptions; leave it out",
+    "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
+    "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",
+    "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
+    "weights.poll_s": "servers poll often for trained policies; leave it out",
+}
+"""Keys of earlier versions (or their last parts) → what to do instead."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
 """Ends of keys, and what their numbers count."""
 
@@ -49,6 +64,10 @@ def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model
 
 def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
+        name = ".".join(str(part) for part in location if not isinstance(part, int))
+        for removed, remedy in REMOVED_KEYS.items():
+            if f".{name}".endswith(f".{removed}"):
+                return f"{name}: this key was removed: {remedy}"
         known = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
         close = difflib.get_close_matches(str(location[-1]), known, 1)
         remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
@@ -123,7 +123,7 @@ class Outcomes:
         stored = self._recent.total()
         return stored / max(1.0, now - min(self._recent)) if stored >= 2 else 0.0
 
-    def policies(self, evaluation: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def policies(self, pass_threshold: float) -> dict[str, dict[str, Any]]:
         """Returns, by policy: rollouts, statuses, mean reward, how many were solved, and what an evaluation says.
 
         Of those that are listed: to be asked where all are.
@@ -144,7 +144,7 @@ class Outcomes:
             row["seconds"] += event.seconds
         for row in rows.values():
             by_task = row.pop("rewards")
-            row["evaluation"] = evaluate(by_task, **evaluation)
+            row["evaluation"] = evaluate(by_task, threshold=pass_threshold)
             rewards = [reward for given in by_task.values() for reward in given if reward is not None]
             row["statuses"] = dict(row["statuses"])
             row["solved"] = row["evaluation"]["passed"] if row["evaluation"] else 0

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
@@ -52,7 +53,7 @@ class Monitor:
         self.name, self._total = planned.name, planned.total
         self._added: dict[str, int] = {}
         """Rollouts that were added to the plan, by the record that says it."""
-        self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
+        self._pass_threshold = pass_threshold_of(planned.campaign)
         self._marks = Marks(run)
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
         training = planned.config.training if planned.campaign.get("training") else None
@@ -281,4 +282,4 @@ class Monitor:
 
         Of those that are listed: after :meth:`settle`, of all.
         """
-        return self._outcomes.policies(self._evaluation)
+        return self._outcomes.policies(self._pass_threshold)

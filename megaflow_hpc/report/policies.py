@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.config.sections import EvaluationConfig
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
 from megaflow_hpc.report.series import Bin, Spread, edges_of, histogram, significant, spread
@@ -97,16 +96,16 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     """Median duration."""
 
 
-def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig) -> PolicyFigures:
+def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:
     """Returns the figures of one policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
     for task, reward in zip(rows.task.codes[own].tolist(), rows.reward[own].tolist(), strict=True):
         by_task.setdefault(rows.task.names[task], []).append(None if reward != reward else reward)
     most = max((sum(r is not None for r in given) for given in by_task.values()), default=0)
-    found = evaluate(by_task, tuple(settings.ks), settings.threshold)
+    found = evaluate(by_task, threshold=threshold)
     ks = tuple(int(k) + 1 for k in _ks(most))
-    curve = evaluate(by_task, ks, settings.threshold) if ks else None
+    curve = evaluate(by_task, ks, threshold) if ks else None
     ran = own & rows.carried_out
     tokens, turns = rows.tokens[ran].astype(np.float64), rows.turns[ran].astype(np.float64)
     rewards = rows.reward[own]

@@ -89,7 +89,7 @@ def test_it_is_told_that_no_pod_is_queued(run: RunDir, monkeypatch: pytest.Monke
 LEARNING = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml}
-training: {policies: {default: {}}, batch: {tasks: 2}, mode: synchronous, steps: 2}
+training: {policies: {default: {}}, batch: 2, staleness: 0, steps: 2}
 """
 
 
@@ -138,7 +138,7 @@ def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_o
 TWO = """\
 samples: 2
 models: {writer: {engine: scripted, script: answers.yaml}, critic: {engine: scripted, script: answers.yaml}}
-training: {policies: {writer: {}, critic: {}}, batch: {tasks: 2}, mode: {kind: bounded, staleness: 1}, steps: 3}
+training: {policies: {writer: {}, critic: {}}, batch: 2, staleness: 1, steps: 3}
 """
 
 

@@ -56,7 +56,7 @@ def test_a_campaign_is_replayed_byte_for_byte_without_an_engine(
     make_task(tmp_path / "tasks", "write")
     script = {"tasks": [{"pattern": "(?s).*", "answers": ANSWERS}]}
     (tmp_path / "script.yaml").write_text(yaml.safe_dump(script))
-    quotas = {"quotas": {"requests_per_s": 50, "in_flight": 4, "slots": 2}}
+    quotas = {"quotas": {"requests_per_s": 50, "in_flight": 4}}
     first = campaign(tmp_path, base_sif, {"engine": "scripted", "script": "script.yaml"}, **quotas)
     again = campaign(tmp_path, base_sif, {"engine": "replay", "path": first["run"]})
     with open_trajectories(first["run"]) as one, open_trajectories(again["run"]) as other:

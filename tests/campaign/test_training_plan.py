@@ -73,7 +73,7 @@ def test_held_out_tasks_are_planned_for_evaluation_and_not_among_what_is_asked(
 SHARED = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml, gpus: 1}
-training: {policies: {default: {}}, mode: synchronous}
+training: {policies: {default: {}}, staleness: 0}
 slurm: {trainer: {share: sleep}}
 """
 
@@ -108,15 +108,15 @@ def test_an_engine_drops_its_weights_in_its_sleep_if_it_gets_new_ones_anyway(eng
     ("right", "wrong", "said"),
     [
         (
-            "mode: synchronous",
-            "mode: bounded",
-            "training.mode: bounded: {}: nothing is sampled during a step: write",
+            "staleness: 0",
+            "staleness: 1",
+            "training.staleness: 1: {}: nothing is sampled during a step: write 0",
         ),
         ("gpus: 1}", "gpus: 2}", r"model.gpus: 2: {}: slurm.trainer.gpus is 1: write the same"),
         (
             "gpus: 1}",
-            "gpus: 1, servers: {max: 2}}",
-            r"model.servers: 2: {}: one server sleeps .*: write .min: 1, max: 1",
+            "gpus: 1, servers: [1, 2]}",
+            r"model.servers: 2: {}: one server sleeps .*: write 1",
         ),
         ("engine: scripted", "engine: sglang, path: judge", "model.engine: sglang: {}: only vLLM can be sent to sleep"),
         ("share: sleep", "share: sleep, nodes: 2", "slurm.trainer.nodes: 2: {}: both are on one node: leave it out"),
@@ -136,7 +136,7 @@ def test_where_trainer_and_engine_cannot_take_turns_the_key_is_named_and_what_to
 
 def test_two_policies_that_learn_do_not_share_gpus_by_sleep(tmp_path: Path, make_campaign: Make) -> None:
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"default": SOLVE}))
-    text = MODELS.replace("{learner: {}}}", "{learner: {}, judge: {}}, mode: synchronous}")
+    text = MODELS.replace("{learner: {}}}", "{learner: {}, judge: {}}, staleness: 0}")
     text += "slurm: {trainer: {share: sleep, gpus: 0}}\n"
     with pytest.raises(ConfigError, match=r"training.policies: learner, judge: .*: one trainer takes turns"):
         Campaign.from_yaml(make_campaign(1, text, agent="mini-swe-agent")).plan(launcher="local")

@@ -53,6 +53,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     ranks.LOST_S = said.pop("lost_s", ranks.LOST_S)
     hangs, open_s = said.pop("hangs", False), said.pop("open_s", None)
     hangs_s = said.pop("hangs_s", run_io.LOOP_HANGS_S)
+    results.MAX_INTERRUPTIONS = said.pop("max_interruptions", 16)
     said["scheduling"] = SchedulingConfig(**said.get("scheduling", {}))
     said["limits"] = LimitsConfig(**said.get("limits", {}))
     results.SYSTEMATIC_LAST = said.pop("systematic_last", 10**6)

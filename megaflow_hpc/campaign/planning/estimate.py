@@ -18,7 +18,7 @@ from typing import Any
 
 from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.preflight import longest_s
-from megaflow_hpc.config.quotas import gateways, slots_of_rank
+from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -186,7 +186,7 @@ def estimate(
     if config.training and rollouts:
         training = config.training
         samples = sum(draft.policies[name].samples for name in training.policies)
-        rollouts = training.batch.tasks * training.steps * samples
+        rollouts = training.batch * training.steps * samples
         blocks = 0
         notes.append(f"training asks for {rollouts} rollouts in {training.steps} steps; its own time is not counted")
     listed = [part for job in jobs for part in _listed(job)]
@@ -221,10 +221,8 @@ def estimate(
 
 def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
     """Returns the rollouts that run at the same time in ``pods`` of the campaign's pods."""
-    config, section = draft.config, draft.config.slurm.pods
-    slots_per_rank = slots_of_rank(
-        section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK, config.quotas, section
-    )
+    section = draft.config.slurm.pods
+    slots_per_rank = section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK
     if local_ranks:
         return max(1, round(max(1, local_ranks - 1) * slots_per_rank))
     running_share = pods / max(1, section.total)

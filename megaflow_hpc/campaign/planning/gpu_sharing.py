@@ -37,8 +37,8 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
         return
     training, trainer, found = config.training, config.slurm.trainer, list[tuple[str, object, str]]()
     assert training
-    if training.mode.bound != 0:
-        found.append(("training.mode", training.mode.kind, "nothing is sampled during a step: write synchronous"))
+    if training.staleness != 0:
+        found.append(("training.staleness", training.staleness, "nothing is sampled during a step: write 0"))
     if len(training.policies) > 1:
         found.append(("training.policies", ", ".join(training.policies), "one trainer takes turns: train one policy"))
     if trainer.nodes > 1:
@@ -54,7 +54,7 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
         if engines - {*SLEEPING}:
             found.append((f"{key}.engine", ", ".join(sorted(engines)), "only vLLM can be sent to sleep: write vllm"))
         if (servers := sum(kind.servers.max for kind in kinds)) != 1:
-            found.append((f"{key}.servers", servers, "one server sleeps in the trainer's job: write {min: 1, max: 1}"))
+            found.append((f"{key}.servers", servers, "one server sleeps in the trainer's job: write 1"))
         if any(kind.nodes > 1 for kind in kinds):
             found.append((f"{key}.nodes", max(kind.nodes for kind in kinds), "both are on one node: leave it out"))
         if any(kind.gpus != trainer.gpus for kind in kinds):

@@ -46,7 +46,8 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
         changes["pool"] = str(pool)
     for field in ("path", "script", "api_key_file", "python", "image"):
         value = getattr(model, field)
-        if value is not None:
+        names_model = field == "path" and model.engine == "external"
+        if value is not None and not names_model:
             may_be_name = field == "python" or (field == "path" and _looks_like_name(value))
             key = f"models.{name}.{field}" if named else f"model.{field}"
             changes[field] = _existing(value, base, where, key, may_be_name)

@@ -87,7 +87,7 @@ class Starter:
 
     def _agent(self) -> list[str]:
         agent = "agent: {name: mini-swe-agent, max_turns: 50, timeout_s: 1800}"
-        model = f"model: {{path: {_quoted(self.model or '/path/to/model')}, gpus: 1, servers: {{min: 1, max: 2}}}}"
+        model = f"model: {{path: {_quoted(self.model or '/path/to/model')}, gpus: 1, servers: [1, 2]}}"
         if self.model and self.engine and self.agent:
             return [agent, f"{model}  # a directory, or a name in Hugging Face's cache"]
         lacking = [

@@ -81,8 +81,8 @@ async def _complete(launch: Launch, ask: Ask, listed: list[str]) -> None:
             return
         _check(launch, path, status, text)
         refusals.append(f"{launch.url(path)} {failure.REFUSED}: HTTP {status}: {_short(text)}")
-    known = f"it lists {', '.join(listed[:20])}: check model.name"
-    unknown = "check model.base_url, to which /chat/completions is added, and model.name"
+    known = f"it lists {', '.join(listed[:20])}: check model.path"
+    unknown = "check model.base_url, to which /chat/completions is added, and model.path"
     raise ModelServiceError(f"{refusals[0]}; {known if listed else unknown}")
 
 

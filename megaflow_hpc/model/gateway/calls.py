@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
@@ -15,7 +14,7 @@ from megaflow_hpc.model.api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols, stream
 from megaflow_hpc.model.gateway.conversations import AskedPrompt
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
-from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
+from megaflow_hpc.model.gateway.dialects.options import engine_request, is_constrained
 from megaflow_hpc.model.gateway.engine_call import RefusedCall, choices
 from megaflow_hpc.model.gateway.engine_client import Place
 from megaflow_hpc.model.gateway.failover import Ask, Called, Caller
@@ -170,18 +169,9 @@ class Calls:
             raise CallError(400, str(error)) from None
 
     def _is_free(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> bool:
-        """Returns whether the call leaves the tokens to the policy. Refuses other calls if the campaign says so."""
-        policy = self._policy(rollout, asked)
-        sampling = self._sampling.get(policy, Sampling())
-        found = constraints(asked, sampling.settings)
-        if found and sampling.refuse:
-            option, value, own = found[0]
-            raise CallError(
-                400,
-                f"{option}: {orjson.dumps(value).decode():.200}: tokens of policy {policy!r} are trained on, and are "
-                f"sampled with {option} {own}; leave it out (training.constrained of the campaign file)",
-            )
-        return not found
+        """Returns whether the call leaves the tokens to the policy."""
+        sampling = self._sampling.get(self._policy(rollout, asked), Sampling())
+        return not is_constrained(asked, sampling.settings)
 
     async def _answer(self, rollout: OpenRollout, path: str, call: Admitted, place: Place) -> protocols.Answer:
         """Returns the engine's answer to a chat or plain request, and records it."""

@@ -1,7 +1,7 @@
-"""The users of a pool's server and their caps: requests at once and per second, by user, over all their campaigns.
+"""The users of a pool's server, and the limit on the concurrent requests of each, over all campaigns of the user.
 
-No request is refused for exceeding a cap: it waits at the proxy, and those of other users pass it. What the caps let
-through shares the engine fairly (:mod:`.fair_queue`). The engine has no more requests than it answers at once, so that
+A request above the limit waits at the proxy, and those of other users pass it. Requests within it share the engine
+fairly (:mod:`.fair_queue`). The engine has no more requests than it answers at once, so that
 none waits inside it behind another user's queue.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.model.server.fair_queue import FairQueue
@@ -24,33 +23,19 @@ AT_ONCE = 256
 """Requests at once at an engine that does not say how many it answers; vLLM's own default on most GPUs."""
 
 
-@dataclass
-class _Caps:
-    """Caps of one user."""
-
-    weight: float
-    in_flight: int | None
-
-    @classmethod
-    def of(cls, caps: Mapping[str, Any], name: str) -> _Caps:
-        """Returns the caps of the user ``name``: the user's own where ``caps`` has any, else those of everyone."""
-        own = (caps.get("users") or {}).get(name) or {}
-        merged = {**caps, **{key: value for key, value in own.items() if value is not None}}
-        return cls(float(own.get("weight") or 1.0), merged.get("in_flight"))
-
-
 class Tenants:
     """Knows a pool's users by their keys and admits their requests.
 
     Args:
         pool: Lists the members' keys.
-        caps: The campaign's ``pool`` section: ``in_flight``, and of single ``users``.
+        settings: The campaign's ``pool`` section: ``in_flight``, and the users' ``weights``.
     """
 
-    def __init__(self, pool: EnginePool, caps: Mapping[str, Any]) -> None:
-        self._pool, self._caps = pool, caps
+    def __init__(self, pool: EnginePool, settings: Mapping[str, Any]) -> None:
+        self._pool = pool
+        self._max_in_flight: int | None = settings.get("in_flight")
+        self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
-        self._caps_of: dict[str, _Caps] = {}
         self._queue = FairQueue(AT_ONCE)
         self._listed = -REFRESH_S
 
@@ -76,7 +61,6 @@ class Tenants:
 
     @contextlib.asynccontextmanager
     async def admit(self, name: str) -> AsyncIterator[None]:
-        """A context in which a request of this user is made; entered as soon as its caps and the queue allow."""
-        user = self._caps_of.setdefault(name, _Caps.of(self._caps, name))
-        async with self._queue.turn(name, user.weight, user.in_flight):
+        """A context in which a request of this user is made; entered as soon as the limit and the queue allow."""
+        async with self._queue.turn(name, self._weights.get(name, 1.0), self._max_in_flight):
             yield

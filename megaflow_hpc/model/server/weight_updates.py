@@ -1,6 +1,6 @@
 """How an engine server changes from one version of its policy's weights to the next without losing a request.
 
-``RUN/weights/current.<policy>.json`` names the version to serve. A server reads it every ``poll_s`` seconds and loads
+``RUN/weights/current.<policy>.json`` names the version to serve. A server polls it and loads
 another version in place where its engine can, else by restarting the engine. Meanwhile its proxy holds requests back
 instead of refusing them, so that each is sampled by one version:
 
@@ -42,17 +42,31 @@ from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
-POLL_S = 5.0
-"""Seconds between two looks at the pointer where the campaign says nothing, as of a policy that it does not train."""
+POLL_INTERVAL_S = 5.0
+"""Seconds between two polls of the pointer, if the campaign does not train the policy."""
+TRAINED_POLL_INTERVAL_S = 0.5
+"""Seconds between two polls, if it does. Half of this interval is part of the delay of a new version."""
+MAX_POLLS_PER_S = 100
+"""Polls per second of all servers of a policy. Each opens a file on the shared file system."""
 STALE_S = 100.0
 """Seconds without a new heartbeat (three periods) after which a server is not waited for."""
 AWAY_S = 900.0
 """Seconds for which a server that restarts its engine is waited for."""
 LOAD_S = 1800.0
 """Timeout in seconds of one step of loading: a large model from a busy file system."""
+
+
+def poll_interval_s(record: RunRecord, policy: str) -> float:
+    """Returns the seconds between two polls of the pointer by each server of ``policy``."""
+    trained = (record.campaign.get("training") or {}).get("policies") or ()
+    if policy not in trained:
+        return POLL_INTERVAL_S
+    servers = sum(server.policy == policy for server in record.servers)
+    return max(TRAINED_POLL_INTERVAL_S, servers / MAX_POLLS_PER_S)
 
 
 class WeightUpdater:
@@ -68,8 +82,6 @@ class WeightUpdater:
         settings: Mapping[str, Any] = what.model.get("weights") or {}
         self.continues = settings.get("running", "finish") == "continue"
         self._rolling = settings.get("update", "rolling") == "rolling"
-        self.poll_s = float(settings.get("poll_s") or POLL_S)
-        """Seconds between two looks at the pointer."""
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
         """Versions that could not be loaded here → cause."""

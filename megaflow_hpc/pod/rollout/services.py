@@ -58,7 +58,9 @@ class Services:
             replays=replays_of(policies),
             media_domains={name: policy.model.media_domains for name, policy in policies.items() if policy.model},
             keep_thoughts=[name for name, p in policies.items() if p.model and p.model.thoughts == "keep"],
-            sampling=sampling_of(config, policies),
+            sampling={
+                name: Sampling(policy.model.sampling.model_dump()) for name, policy in policies.items() if policy.model
+            },
         )
         await gateway.start()
         agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
@@ -69,14 +71,3 @@ class Services:
         self.agents.close()
         await self.provider.close()
         await self.gateway.stop()
-
-
-def sampling_of(config: CampaignConfig, policies: Mapping[str, Policy]) -> dict[str, Sampling]:
-    """Returns each policy's sampling settings, and whether its constrained calls are refused."""
-    training = config.training
-    refusing = training.policies if training and training.constrained == "refuse" else {}
-    return {
-        name: Sampling(policy.model.sampling.model_dump(), name in refusing)
-        for name, policy in policies.items()
-        if policy.model
-    }

@@ -12,13 +12,13 @@ cause              stored as     retries  what it is
 ``sandbox-lost``   sandbox       2        the sandbox went away while it was needed
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
-``walltime``       not at all    cuts     the allocation ended first; goes back with its block
-``preemption``     not at all    cuts     Slurm took the allocation back; goes back with its block
+``walltime``       not at all    16       the allocation ended first; goes back with its block
+``preemption``     not at all    16       Slurm took the allocation back; goes back with its block
 =================  ============  =======  ==========================================================================
 
-The last two are nobody's failure: they are kept as attempts and nothing is judged. How often they may happen to a
-rollout is ``scheduling.cuts``, to an element of the array ``slurm.requeues``. One that had most of a walltime
-:data:`TOO_SHORT` times in a row, with nothing kept, takes longer than that and fails at once.
+The last two are nobody's failure: they are kept as attempts and nothing is judged. They may happen to a
+rollout :data:`MAX_INTERRUPTIONS` times, and to an element of the array ``slurm.requeues`` times. A rollout that had
+most of a walltime :data:`TOO_SHORT` times in a row, with nothing kept, takes longer than that and fails at once.
 
 *Systematic* failures are those that say more about the campaign than about a rollout: when nearly all of the last
 results failed for one cause, going on would burn the allocation.
@@ -55,6 +55,8 @@ RULES: dict[str, Rule] = {
     "user": Rule("user", 0),
 }
 
+MAX_INTERRUPTIONS = 16
+"""Interruptions by the end of an allocation after which a rollout fails."""
 TOO_SHORT = 2
 """Walltimes in a row that end a rollout, which had most of each, before it fails: it takes longer than that."""
 MAX_FAILURES = 6
