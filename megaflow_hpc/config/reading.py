@@ -1,4 +1,4 @@
-"""YAML with line numbers: what a mistake in a campaign file is told by."""
+"""YAML with line numbers, for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaflow_hpc.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and with duplicate keys refused."""
+    """YAML without base-60 numbers (``time: 1:00:00`` stays a string) and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Returns a node's mapping.
@@ -45,10 +45,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
-    """A YAML file's value and its node tree (for line numbers).
+    """Returns the value and the node tree of a YAML file. The nodes have line numbers.
 
     Raises:
-        ConfigError: the file cannot be read or is not YAML.
+        ConfigError: The file cannot be read or is not YAML.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     except yaml.reader.ReaderError as error:
         number = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{path}:{number}: holds the character 0x{error.character:02x}; expected YAML") from None
-    loader.name = str(path)  # every node's mark names its file: a campaign may be made of two
+    loader.name = str(path)  # every node's mark names its file, because a campaign may be merged from two
     try:
         node = loader.get_single_node()
         if node is not None:
@@ -70,7 +70,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         value = None if node is None else loader.construct_document(node)
     except RecursionError:
         raise ConfigError(f"{path}:{loader.line + 1}: not valid YAML: nested too deeply") from None
-    except (ValueError, TypeError, ArithmeticError) as error:  # a date that is none, a number of 5000 digits
+    except (ValueError, TypeError, ArithmeticError) as error:  # an impossible date, a number of 5000 digits
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -84,14 +84,14 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
 
 
 MOST = 100_000
-"""Values that a file may hold, each counted as often as an alias repeats it."""
+"""Maximum number of values in a file. Values behind an alias count each time."""
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Makes sure that aliases, which cost nothing to write, do not repeat values without end.
+    """Rejects files whose aliases repeat values excessively or without end.
 
     Raises:
-        ConstructorError: they do.
+        ConstructorError: The file has too many values or contains itself.
     """
     sizes: dict[int, int] = {}
     stack = [(root, False)]
@@ -101,7 +101,7 @@ def _require_small(root: yaml.Node) -> None:
         children = children if isinstance(node, yaml.CollectionNode) else []
         if not children_done:
             if id(node) not in sizes:
-                sizes[id(node)] = 0  # under way: met again, it holds itself
+                sizes[id(node)] = 0  # 0 marks a node in progress; if met again, it contains itself
                 stack.append((node, True))
                 stack += [(child, False) for child in children]
             continue
@@ -114,13 +114,13 @@ def _require_small(root: yaml.Node) -> None:
 
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
-    """Line (from 1) of the deepest part of ``location`` that the file has."""
+    """Returns the line, from 1, of the deepest part of ``location`` that the file has."""
     found = _deepest(node, location)
     return None if found is None else found.line + 1
 
 
 def place_of(node: yaml.Node | None, location: Sequence[Any], path: str) -> str:
-    """Returns ``file:line`` of the deepest part of ``location`` that there is; ``path`` where there is no node."""
+    """Returns ``file:line`` of the deepest part of ``location`` that the file has; ``path`` without a node."""
     found = _deepest(node, location)
     return path if found is None else f"{path if found.name.startswith('<') else found.name}:{found.line + 1}"
 
@@ -140,7 +140,7 @@ def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | Non
 
 
 def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the parts of ``location`` that stand in the file; pydantic adds the kind of value that it tried."""
+    """Returns the parts of ``location`` that the file has. Pydantic adds the names of the types that it tried."""
     found = []
     for part in location:
         if isinstance(node, yaml.MappingNode) and str(part) in (keys := {k.value: v for k, v in node.value}):

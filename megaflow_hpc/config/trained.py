@@ -22,10 +22,10 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
-"""Engine → the option, and its value, by which sampling is neutral unless a call says otherwise."""
+"""Engine → option and value that make sampling neutral unless a call sets it."""
 
 LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
-"""Engines that are the campaign's own."""
+"""Engines that the campaign starts itself, and that can load weights."""
 
 
 def trained_model(model: ModelConfig) -> ModelConfig:
@@ -47,15 +47,15 @@ def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any]
 def check_trained(
     training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, AgentConfig, int]], key: str
 ) -> None:
-    """Checks that each policy that learns has a model that can, and is sampled from its own distribution.
+    """Checks that each trained policy has a model that can load weights, and is sampled from its own distribution.
 
     Args:
-        training: the section.
-        policies: by name: model, agent and samples per task.
-        key: key of a policy's model in the file, with ``{}`` for the policy.
+        training: The section ``training``.
+        policies: Model, agent and samples per task of each policy, by name.
+        key: Key of a policy's model in the file, with ``{}`` for the policy.
 
     Raises:
-        ValueError: one has not, or is not; names the key.
+        ValueError: A policy cannot be trained; names the key.
     """
     for name, config in training.policies.items():
         where = key.format(name)

@@ -1,6 +1,6 @@
-"""The ``training`` section: which policies learn, by which algorithms, from how much and how fresh data.
+"""The ``training`` section: which policies learn, with which algorithms, and from how much and how recent data.
 
-The recipe of MegaFlow's appendix D.1 (its unit of the minibatch is not said; tasks are meant here)::
+The recipe of MegaFlow's appendix D.1 (the paper does not say the unit of the minibatch; here it is tasks)::
 
     samples: 16
     training:
@@ -27,21 +27,22 @@ from megaflow_hpc.config.sections import RUN_DIRECTORY, Section, TaskSource
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, ge=0)
-    """Learning rate. Default: 1e-6, for all parameters of a model of some billions; LoRA and small models take more."""
+    """Learning rate. The default suits all parameters of a model of some billions; LoRA and small models need more.
+    Default: 1e-6."""
     schedule: Literal["constant", "linear"] = "constant"
-    """``constant``, or ``linear``: falls to 0 at the last step. Default: ``constant``."""
+    """``constant``, or ``linear``, which falls to 0 at the last step. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
-    """Steps in which the rate first rises from 0. Default: 0."""
+    """Steps during which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Largest norm of the gradient; null: no limit. Default: 1."""
+    """Maximum norm of the gradient, which is scaled down to it; null: no limit. Default: 1."""
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step (from 1) of ``steps`` in all."""
+        """Returns the learning rate of a step (from 1) out of ``steps``."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule == "constant" or steps <= self.warmup + 1:
@@ -51,43 +52,44 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters in place of all parameters (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank adapters, trained instead of all parameters (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(32, ge=1)
-    """Rank. Default: 32."""
+    """Rank of the adapters. Default: 32."""
     alpha: float = Field(64, gt=0)
-    """Scale times rank. Default: 64."""
+    """Scale of the adapters, which is divided by the rank. Default: 64."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get one. Default: ``all-linear``."""
+    """Names of the modules that get an adapter. Default: ``all-linear``."""
 
 
 class PolicyTraining(Section):
     """How one policy learns."""
 
     base: str | None = None
-    """Model directory from which training starts. Default: the policy's ``path``."""
+    """Model directory from which training starts. Set it if engines serve another copy, such as a quantised one.
+    Default: the policy's ``path``."""
     loss: LossConfig = LossConfig()
-    """What is minimised."""
+    """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """What rewards count for."""
+    """How rewards become advantages."""
     importance: Literal["none", "token", "sequence"] = "token"
-    """Importance weights, which correct for the difference between the engine's and the trainer's probabilities
-    (truncated importance sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training): one for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none``. Default:
+    """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
+    for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
+    sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Default:
     ``token``."""
     truncate: float = Field(2.0, ge=1)
     """Upper bound of an importance weight. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
-    """Adapters that are trained in place of all parameters. Default: none."""
+    """Adapters to train instead of all parameters. Needs much less memory. Default: none."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What the model computes in; parameters and optimizer are kept in float32. Default: ``bfloat16``."""
+    """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Tokens, prompts included, of one forward pass on one GPU; a longer rollout gets one of its own. Default:
-    32768."""
+    """Maximum number of tokens, prompts included, of one forward pass on one GPU. A longer rollout gets a pass of its
+    own. Lower it if memory runs out. Default: 32768."""
     recompute: bool = True
-    """Whether activations are computed again in the backward pass, to save memory. Default: true."""
+    """Recompute activations in the backward pass. Saves memory; without it steps are faster. Default: true."""
 
     @model_validator(mode="before")
     @classmethod
@@ -100,14 +102,14 @@ class PolicyTraining(Section):
 
 
 class HeldOutConfig(Section):
-    """Evaluation while training, on tasks that are not trained on."""
+    """Evaluation during training, on tasks that are not trained on."""
 
     tasks: tuple[TaskSource, ...]
-    """Sources of these tasks."""
+    """Sources of the held-out tasks."""
     every: int = Field(10, ge=1)
-    """Steps from one evaluation to the next. Default: 10."""
+    """Steps between evaluations. Default: 10."""
     samples: int = Field(4, ge=1)
-    """Rollouts of each task. Default: 4."""
+    """Rollouts of each task in an evaluation. Default: 4."""
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -117,29 +119,30 @@ class HeldOutConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Training on the campaign's rollouts while they come in."""
+    """Training on the campaign's rollouts while they arrive."""
 
     policies: dict[str, PolicyTraining]
-    """Which of the campaign's policies learn, and how; ``default`` is the one of ``model``."""
+    """Policies that learn, by name, and how. The policy of ``model`` is called ``default``."""
     batch: int = Field(16, ge=1)
-    """Tasks that one step trains on, each with all samples of the policy. Default: 16."""
+    """Number of tasks that a step trains on, each with all samples of the policy. Default: 16."""
     refill: int = Field(0, ge=0, le=100)
     """Number of times that a step requests further tasks to replace groups that ``data`` drops (dynamic sampling: DAPO,
     arXiv 2503.14476, section 3.2). After that, the step is smaller than ``batch``. Default: 0."""
     staleness: int | None = Field(1, ge=0)
-    """Maximum age of a step's rollouts, in weight versions. 0: synchronous, each step waits for rollouts of the newest
-    weights. null: asynchronous, without a limit. Tasks are requested late enough to keep it; no rollout is discarded.
-    Default: 1."""
+    """Maximum age of a step's rollouts in weight versions. 0: synchronous, each step waits for rollouts of the newest
+    weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. No rollout is discarded for
+    it. Default: 1."""
     data: tuple[DataStep, ...] = ()
-    """What is done with rollouts before they are trained on, in this order. Default: nothing."""
+    """Steps that filter and shape rollouts before training, in this order. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
-    """Which tasks are asked for."""
+    """Choice of the tasks to request next."""
     steps: int = Field(100, ge=1)
-    """Steps of the whole training. Default: 100."""
+    """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
-    """Steps between two checkpoints of the trainer's state; the latest three are kept. Default: 5."""
+    """Steps between checkpoints of the trainer's state, of which the latest three are kept. Default: 5."""
     publish_delta: bool = False
-    """Whether a step's weights are published as their difference from the last whole version. Default: false."""
+    """Publish weights as the difference to the last whole version, if that is much smaller. Saves time on slow file
+    systems. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
 

@@ -1,7 +1,7 @@
-"""Explains invalid values of a campaign file: place, value, and what is expected there.
+"""Explains invalid values of a campaign file: place, value, and the expected value.
 
-Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). The expectation
-is read from the JSON Schema of the sections, so it names the bounds and the choices of the key.
+Pydantic writes its messages for programmers ("input should be a valid dictionary or instance of …"). Here the
+expectation is read from the JSON Schema of the sections, so that messages state the bounds and choices of the key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_KIND = re.compile(
     r"(int|float|string|bool|dict|mapping|model|list|tuple|set|frozen_set|finite_number|greater_than|less_than|literal|enum"
     r")(_|\Z)"
 )
-"""Pydantic's names of the mistakes that the schema says more of; others are the sections' own words."""
+"""Pydantic's names of errors that the schema explains better. Others have messages of the sections."""
 REMOVED_KEYS = {
     "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
     "evaluation": "write the reward of a passed rollout as pass_threshold: 0.5; pass@k needs no key",
@@ -36,21 +36,21 @@ REMOVED_KEYS = {
     "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
     "weights.poll_s": "servers poll often for trained policies; leave it out",
 }
-"""Keys of earlier versions (or their last parts) → what to do instead."""
+"""Keys of earlier versions, or their last parts → what to do instead."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
-"""Ends of keys, and what their numbers count."""
+"""Endings of keys → units."""
 
 
 def explain(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one line: file, line, key, value and what to do."""
+    """Returns the first problem of a validation error as one line: file, line, key, value and remedy."""
     return explain_all(error, path, node, model)[0]
 
 
 def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> list[str]:
-    """Every problem of a validation error, each as one line: file, line, key, value and what to do.
+    """Returns each problem of a validation error as one line: file, line, key, value and remedy.
 
-    Unknown keys come first: they are often the reason why others are missing. A value that is none of several kinds is
-    one problem.
+    Unknown keys come first, because they are often the reason why others are missing. A value that fits none of several
+    types counts once.
     """
     found: dict[Any, str] = {}
     schema = model.model_json_schema()
@@ -87,7 +87,7 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
 
 
 def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
-    """What to write in the place of a value, where that can be told from it."""
+    """Returns the remedy for a value, empty if it is not obvious."""
     if value is None:
         return ", or no such key"
     if kinds == ["text"] and isinstance(value, int | float):
@@ -101,7 +101,7 @@ def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
 
 
 def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """The kinds of value at ``location``, through lists, mappings, sections and optionals."""
+    """Returns the schemas of the value at ``location``, through lists, mappings, sections and optional values."""
 
     def kinds(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if "$ref" in value:
@@ -126,7 +126,7 @@ def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str,
 
 
 def _expected(kinds: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What each kind of value is called, with its bounds."""
+    """Returns a name for each kind of value, with its bounds."""
     found = []
     for kind in kinds:
         if choices := kind.get("enum", [kind["const"]] if "const" in kind else []):
