@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.campaign.autoscaler import Autoscaler
-from megaflow_hpc.campaign.cancel import Cancelled, cancel
 from megaflow_hpc.campaign.edits import Edits, lost_journals, restore_rooms
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, trainers, waiting_servers
-from megaflow_hpc.campaign.local import Launcher, resolve_launcher
+from megaflow_hpc.campaign.local import Launcher, living_pods, resolve_launcher
 from megaflow_hpc.campaign.resume import ask_for, mark_gone, repeat
-from megaflow_hpc.campaign.tally import job_uses, recount, seen, usage
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.extras import require_running
+from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
 from megaflow_hpc.monitor.engines import pool_warnings
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
+from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.engine_pool import EnginePool
+from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.marks import DRAIN, Marks
 from megaflow_hpc.rundir.overrides import Changes, overridden
 from megaflow_hpc.rundir.record import check_version, read_run
-from megaflow_hpc.slurm.ids import scancel
+from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm.accounting import efficiencies
+from megaflow_hpc.slurm.ids import array_of, scancel
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.local import LocalPod
-    from megaflow_hpc.monitor.usage import JobUse
     from megaflow_hpc.slurm.submission import ArrayJob
     from megaflow_hpc.trajectories.reading.row import Row
 
 HEARD_S = 10.0
 """Seconds since its last event within which a pod counts as running, whatever Slurm says."""
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The jobs and pods that were cancelled."""
+
+    before: str
+    """State of the run before."""
+    jobs: list[str]
+    """Jobs and arrays that waited or ran; all of the run's if Slurm cannot tell."""
+    pods: list[str]
+    """Pods on this host, outside of Slurm."""
 
 
 class Run:
@@ -92,7 +108,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The contract of ``status --json``."""
-        status = seen(self.monitor, self.slurm_jobs, self._trainers(), self._slurm_age_s)
+        status = self._seen(self._slurm_age_s)
         if servers := self.record.servers:
             known = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
@@ -107,6 +123,12 @@ class Run:
         if self.record.pools and not ended:
             status["warnings"] += pool_warnings(self.dir)
         return status
+
+    def _seen(self, slurm_age_s: float) -> dict[str, Any]:
+        """Returns the status by the run's files and by Slurm, whose answer may be ``slurm_age_s`` old."""
+        live = self.slurm_jobs.live(slurm_age_s)
+        pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
+        return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
         """Trainers that run or wait; ``None`` if nobody can tell now."""
@@ -126,7 +148,14 @@ class Run:
         Raises:
             SiteError: the site keeps no accounting, or it does not answer.
         """
-        return usage(self.dir, self.job_uses(), self.monitor)
+        from megaflow_hpc.trajectories import open_trajectories
+
+        uses, now = self.job_uses(), time.time()
+        with open_trajectories(self.path) as store:
+            ran = [(a.job_id, (a.started_at, a.finished_at)) for t in store for a in t.attempts]
+        self.monitor.refresh()
+        ran += [(pod, (began_at, now)) for pod, began_at in self.monitor.at_work()]
+        return totals(uses, ran)
 
     def job_uses(self) -> list[JobUse]:
         """Every start of every job of this run: what it held, and what it used of that; none without jobs.
@@ -134,8 +163,22 @@ class Run:
         Raises:
             SiteError: the site keeps no accounting, or it does not answer.
         """
-        roles = ("gather", "servers", "trainer", "pods")
-        return job_uses({job: role for role in roles for job in self.job_ids(role)}, self.dir.accounting)
+        roles = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
+        now = time.time()
+        return [
+            JobUse(
+                span=(start.use.started_at, start.use.ended_at or now),
+                cores=start.use.cores,
+                gpus=start.use.gpus,
+                job=start.use.id,
+                role=roles.get(array_of(start.use.id), "pods"),
+                state=start.state,
+                cpu_s=(start.cpu_s or None) if start.use.ended_at else None,  # 0: this Slurm does not measure it
+                memory_asked_mb=start.memory_asked_mb,
+                memory_peak_mb=start.memory_peak_mb,
+            )
+            for start in (efficiencies(roles, self.dir.accounting) if roles else ())
+        ]
 
     def pods_live(self) -> bool | None:
         """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
@@ -231,9 +274,30 @@ class Run:
         if self.local is not None:
             self.local.stop()
         self.gather()
-        recount(self.dir, self.monitor)
-        status = seen(self.monitor, self.slurm_jobs, self._trainers(), 0) | {"warnings": self.monitor.warnings([])}
+        self._recount()
+        status = self._seen(0) | {"warnings": self.monitor.warnings([])}
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
+
+    def _recount(self) -> None:
+        """Counts what is stored. Event files are not fsynced and may count records that a seal voids."""
+        from megaflow_hpc.trajectories import open_trajectories
+
+        with open_trajectories(self.path) as store:
+            self.monitor.settle(
+                RolloutEvent(
+                    id=t.id,
+                    status=t.status,
+                    kind=t.error_kind,
+                    error=shown(t.error),
+                    reward=None if math.isnan(t.reward) else t.reward,
+                    seconds=round(t.finished_at - t.started_at, 2),
+                    turns=len(t.turns),
+                    cpu_s=rounded(t.cpu_s, 2),
+                    memory_peak_mb=rounded(t.memory_peak_mb, 1),
+                    disk_peak_mb=rounded(t.disk_peak_mb, 1),
+                )
+                for t in store
+            )
 
     def gather(self, rebuild: bool = False) -> Path:
         """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
@@ -288,9 +352,24 @@ class Run:
             SiteError: Slurm has its jobs, and is not here or does not answer.
         """
         self.dir.check_ours()
-        stop = self.local.stop if self.local is not None else None
         before, live = self.status()["state"], self.live_jobs(0)
-        return cancel(self.dir, self.ledger, self.slurm_jobs, self.config.is_pool, before, live, stop)
+        known, leases = set(self.job_ids()), self.ledger.leases().values()
+        pods = living_pods(leases)
+        if before != "finished":
+            self._marks.cancel()
+            if self.config.is_pool:
+                EnginePool(self.path).close()
+        if self.local is not None:
+            self.local.stop()
+        for directory in pods.values():
+            with suppress(FileNotFoundError):  # it has just ended
+                write_atomic(directory / DRAIN, "stopped")
+        runs_locally = bool(leases) and not known
+        ids = self.slurm_jobs.cancel() if known or not (runs_locally or before == "finished") else []
+        if ids and not site.has_slurm():
+            raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
+        cancelled = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - known)
+        return Cancelled(before, sorted(cancelled), sorted(pods))
 
     def resume(
         self,

@@ -130,7 +130,7 @@ _BY_HAND = (
 _CLONE = (
     Variable("HOME", "directory for everything that launchers install", "~/.megaflow-hpc", "every launcher"),
     Variable(
-        "BUILD", "directory for this clone's own files, such as its lab", "HOME/NAME-SUM of its path", "every launcher"
+        "BUILD", "directory for the clone's own files, like its lab", "HOME/NAME-SUM of its path", "every launcher"
     ),
     Variable("SITE", "1: use the site's Slurm; 0: start a lab", "1 if a Slurm answers", "every launcher"),
     Variable("USER", "user to work as, when started as root", "megaflow", "every launcher"),
