@@ -1,4 +1,4 @@
-"""The jobs that a campaign asks Slurm for, and the checks that the site's limits let them start."""
+"""The jobs that a campaign submits to Slurm, and checks that the site's limits let them start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megaflow_hpc.slurm.fits import refusals, timed
 
 
 def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[script.Job]:
-    """Returns the jobs that :meth:`Jobs.start` would queue on an idle site; the gather job comes last."""
+    """Returns the jobs that :meth:`Jobs.start` would submit on an idle site. The gather job comes last."""
     allowed = limits.allowance(pod_options(config))
     engines = sum(group.count for group in groups) + len(config.training.policies if config.training else ())
     if config.slurm.together:
@@ -39,13 +39,13 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Role → its script under ``RUN/sbatch``."""
+"""Role → name of its script in ``RUN/sbatch``."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
-    """Returns the commands that submit a planned run by hand and gather it, which can be copied as they are.
+    """Returns commands, ready to copy, that submit a planned run by hand and gather it.
 
-    A heterogeneous job, whose engines no script of ours can know, gets one of its own there.
+    A heterogeneous job gets a script of its own, because the packaged scripts do not know its engines.
     """
     lines = []
     for job in preview(config, run, groups):
@@ -71,21 +71,21 @@ def beside(
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
-    """Yields the section of the campaign file and one job of each kind that is queued at this cluster."""
+    """Yields one job of each kind at this cluster, with its section of the campaign file."""
     pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
     jobs += [("slurm.servers", job) for job in server_jobs(config, run, groups, limits.Allowance())]
     jobs += [("slurm.trainer", job) for job in trainer_jobs(config, run)]
     jobs += [] if config.is_pool else [("slurm.gather", gather_job(config, run, ""))]
-    yield from ((key, job) for key, job in jobs if not job.cluster)  # another's limits are not ours to read
+    yield from ((key, job) for key, job in jobs if not job.cluster)  # limits of other clusters cannot be read here
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
-    """Checks that partitions and limits let each kind of job start at all.
+    """Checks that partitions and limits let each kind of job start.
 
     Raises:
-        Mistakes: A partition lacks what a job asks for; names key and limit.
+        Mistakes: A partition lacks what a job requests; names key and limit.
         SiteError: A job would never start; names the limit.
     """
     known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
@@ -108,7 +108,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[str]:
-    """Returns the effects of the site's limits on these jobs of :func:`preview`.
+    """Returns the effects of the site's limits on the jobs of :func:`preview`.
 
     Raises:
         SiteError: The controller does not answer.

@@ -1,7 +1,7 @@
-"""From a campaign file to a run directory: tasks read, images resolved, rollouts cut into blocks.
+"""Plans a campaign: reads tasks, resolves images, cuts rollouts into blocks and writes the run directory.
 
-Everything a pod needs stands in ``run.json`` and the file of tasks, so that a run means the same after the campaign
-file was edited.
+``run.json`` and the file of tasks contain everything that a pod needs. Later edits of the campaign file have no effect
+on a run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """A campaign, resolved. Writing it makes a run directory."""
+    """A resolved campaign. :func:`write` makes a run directory of it."""
 
     config: CampaignConfig
     policies: dict[str, Policy]
@@ -63,21 +63,21 @@ class Plan:
     images: dict[str, str]
     """Image name in the tasks → SIF file or directory."""
     servers: list[ServerRecord]
-    """One entry per engine array element, by index: its policy and its model."""
+    """Policy and model of each element of the engine array, by index."""
     source: str
-    """The campaign as the user wrote it."""
+    """The campaign file as the user wrote it."""
     held_out: tuple[str, ...] = ()
-    """Ids of the tasks that a campaign which trains is evaluated on."""
+    """Ids of tasks that are only evaluated, during training."""
     durations: Durations | None = None
-    """The durations that earlier campaigns tell of; ``None``: the campaign names none."""
+    """Durations of earlier campaigns; ``None`` if the campaign names none."""
     own_code: tuple[str, ...] = ()
-    """Files and directories beside the campaign file that its agents are made of."""
+    """Files and directories of own agents, next to the campaign file."""
     beside: str = ""
-    """The campaign file's directory, where it has agents of its own."""
+    """Directory of the campaign file; empty without own agents."""
 
     @property
     def server_groups(self) -> list[ServerGroup]:
-        """Neighbouring servers of one shape: one Slurm array each."""
+        """Neighbouring servers with equal resources, one Slurm array each."""
         return group_servers(self.servers)
 
 
@@ -91,17 +91,17 @@ def make(
     watch: PlanWatch | None = None,
     site: Callable[[Draft], None] | None = None,
 ) -> Plan:
-    """Reads the tasks and resolves everything else. Reports mistakes in the file before it asks the site.
+    """Reads the tasks and resolves everything else. Reports mistakes in the file before it queries the site.
 
     Args:
-        base: directory that relative paths are relative to.
-        only: rollout or task ids (shell patterns); empty takes all.
-        build: build the images that the store lacks; without it they are only looked up.
-        watch: gets each step, each image that is built, and the progress.
-        site: checks that the site lets the campaign run; called after the file was checked.
+        base: Directory that relative paths are relative to.
+        only: Rollout or task ids (shell patterns); empty selects all.
+        build: Build missing images. Otherwise they are only looked up.
+        watch: Receives the progress.
+        site: Checks that the site lets the campaign run. Called after the file was checked.
 
     Raises:
-        Mistakes: names file, line, value and remedy of each.
+        Mistakes: Values are invalid; names file, line, value and remedy of each.
     """
     draft = read(config, base, where, only, watch)
     draft.check()
@@ -112,7 +112,7 @@ def make(
 
 
 def complete(draft: Draft, source: str = "", build: bool = True, watch: PlanWatch | None = None) -> Plan:
-    """Builds the images of a draft without mistakes. The arguments are those of :func:`make`."""
+    """Builds the images of a valid draft. The arguments are those of :func:`make`."""
     from megaflow_hpc.tasks.images import in_image_directories
 
     config, tasks, images, mapping, watch = draft.config, draft.tasks, draft.images, draft.mapping, watch or Silent()
@@ -145,12 +145,12 @@ def complete(draft: Draft, source: str = "", build: bool = True, watch: PlanWatc
 def write(
     plan: Plan, run: RunDir, mpi: str = "pmi2", watch: PlanWatch | None = None, profile: Profile | None = None
 ) -> list[Path]:
-    """Makes the run directory; ``run.json`` comes last, so a run directory is whole or not one.
+    """Writes the run directory. ``run.json`` comes last, so only complete run directories have one.
 
-    What cannot be finished is removed again, with the directories above it that were made for it.
+    After an error, the run directory and new directories above it are deleted again.
 
     Returns:
-        The directories that were not there before: RUN and those above it.
+        The new directories: RUN, and those created above it.
     """
     check_new(run)
     (watch or Silent()).step(f"taking digests of the files of {len(plan.tasks)} tasks")
@@ -175,7 +175,7 @@ def check_new(run: RunDir) -> None:
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
-    """Removes a run directory of which nothing was started, and those of ``made`` above it that are empty."""
+    """Deletes a run directory of which nothing was started, and those of ``made`` above it that are empty."""
     remove_tree(run.path, ignore_errors=True)
     for path in made:
         if path != run.path:
@@ -189,7 +189,7 @@ def _fill(plan: Plan, run: RunDir, mpi: str, profile: Profile | None) -> None:
     learning = plan.config.training.policies if plan.config.training else {}
     if plan.config.training:
         prepare_training(plan.config.training, run)
-    # Their trainers ask for these, round by round.
+    # Trainers request the rollouts of their policies round by round.
     planned = [rollout for rollout in plan.rollouts if rollout.policy not in learning]
     source = plan.source or yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
@@ -241,14 +241,15 @@ def _planned_tasks(plan: Plan) -> Iterator[PlannedTask]:
 
 
 def write_scripts(run: RunDir) -> None:
-    """Copies the scripts that a person submits by hand: ``RUN/sbatch``, wherever the package is installed."""
+    """Copies the scripts for submission by hand into ``RUN/sbatch``."""
     make_directory(run.sbatch)
     for script in sorted(resource("sbatch").glob("*.sbatch")):
         write_atomic(run.sbatch / script.name, script.read_text(encoding="utf-8"))
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Makes what a trainer finds: its policy's directory and open lease, and this package alone for its interpreter."""
+    """Creates the files that a trainer needs: its policy's directory, an open lease, and this package for its
+    interpreter."""
     make_directory(run.training)
     for policy in training.policies:
         make_directory(run.training / policy)

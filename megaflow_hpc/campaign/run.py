@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.row import Row
 
 HEARD_S = 10.0
-"""Seconds since its last event within which a pod counts as running, whatever Slurm says."""
+"""Seconds since its last event during which a pod counts as running, whatever Slurm reports."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Run:
         self.record = read_run(self.dir)
         self.config = overridden(self.dir, self.record.config)
         self.edits = Edits(self.dir, self.record)
-        """What was edited since it was planned."""
+        """Edits of its files since planning."""
         self.ledger = Ledger(self.dir)
         self.monitor = Monitor(self.dir)
         self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
@@ -80,13 +80,13 @@ class Run:
 
     @property
     def jobs(self) -> list[ArrayJob]:
-        """submitit's handles of what this process has submitted: state and cancel."""
+        """submitit's handles of the jobs that this process has submitted."""
         return self.slurm_jobs.arrays.handles
 
     # --- start ---
 
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Queues the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: no MPI)."""
+        """Submits the arrays and the gather job, or starts one local pod of ``ranks`` MPI ranks (1: without MPI)."""
         require_running(self.config.name)
         if resolve_launcher(launcher) == "slurm":
             self.slurm_jobs.start()
@@ -98,16 +98,16 @@ class Run:
     # --- look ---
 
     def job_ids(self, role: str | None = None) -> list[str]:
-        """Ids of every array of this run (``pods``, ``servers``, ``gather``), those submitted by hand included."""
+        """Returns the ids of this run's arrays, of one role or all, also those submitted by hand."""
         return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
-        """Returns the elements that Slurm still has; ``None`` without Slurm or while it does not answer."""
+        """Returns the elements that Slurm still has; ``None`` if Slurm is missing or does not answer."""
         live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
     def status(self) -> dict[str, Any]:
-        """The contract of ``status --json``."""
+        """Returns the status as ``status --json`` prints it."""
         status = self._seen(self._slurm_age_s)
         if servers := self.record.servers:
             known = {server["server"] for server in status["servers"]}
@@ -125,13 +125,13 @@ class Run:
         return status
 
     def _seen(self, slurm_age_s: float) -> dict[str, Any]:
-        """Returns the status by the run's files and by Slurm, whose answer may be ``slurm_age_s`` old."""
+        """Returns the status from the run's files and from Slurm, whose answer may be ``slurm_age_s`` old."""
         live = self.slurm_jobs.live(slurm_age_s)
         pending = [job for job, state in (live or {}).items() if state.state == "PENDING"]
         return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
-        """Trainers that run or wait; ``None`` if nobody can tell now."""
+        """Returns the trainers that run or wait; ``None`` if unknown."""
         if self.local is not None:
             here = os.uname().nodename
             return {policy: TrainerJob("running", node=here) for policy in self.local.training}
@@ -139,14 +139,14 @@ class Run:
 
     @property
     def _slurm_age_s(self) -> float:
-        """How old Slurm's word may be: while pods are seen to write there is little to ask."""
+        """Maximum age of Slurm's answer. It may be older while pods write events."""
         return 4 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
-        """Core-seconds and GPU-seconds that all jobs held, and how many of them were idle; see :mod:`.monitor.usage`.
+        """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many were idle.
 
         Raises:
-            SiteError: the site keeps no accounting, or it does not answer.
+            SiteError: The site keeps no accounting, or it does not answer.
         """
         from megaflow_hpc.trajectories import open_trajectories
 
@@ -158,10 +158,10 @@ class Run:
         return totals(uses, ran)
 
     def job_uses(self) -> list[JobUse]:
-        """Every start of every job of this run: what it held, and what it used of that; none without jobs.
+        """Returns every start of every job of this run, with its allocation and its use of it.
 
         Raises:
-            SiteError: the site keeps no accounting, or it does not answer.
+            SiteError: The site keeps no accounting, or it does not answer.
         """
         roles = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
         now = time.time()
@@ -181,7 +181,7 @@ class Run:
         ]
 
     def pods_live(self) -> bool | None:
-        """Tells whether any pod is queued or running; ``None`` if Slurm cannot tell now."""
+        """Returns whether a pod is queued or running; ``None`` if unknown."""
         if self.local is not None:
             return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -191,9 +191,9 @@ class Run:
 
     @contextmanager
     def tended(self) -> Iterator[Callable[[], object]]:
-        """While this is open, pods and engine servers that are missing are added; call what it yields at each look.
+        """Returns a context whose value, called at each poll, adds missing pods and engine servers.
 
-        Nothing is added to another user's run.
+        It adds nothing to another user's run.
         """
         if self.path.stat().st_uid != os.getuid():
             yield lambda: None
@@ -211,7 +211,7 @@ class Run:
             autoscaler.leave()
 
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
-        """Whether nothing more comes by itself: the campaign has ended or no pod is left. ``status``: if just asked."""
+        """Returns whether the campaign has ended or no pod is left. ``status`` is a recent status, if there is one."""
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # it has no pods, and serves until it is cancelled
             return status["state"] == "cancelled" or self.slurm_jobs.servers(self._slurm_age_s) == {}
@@ -223,7 +223,7 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Follows until the campaign ends (:meth:`follow`), and returns what came of it (:meth:`conclude`)."""
+        """Follows the campaign to its end (:meth:`follow`) and returns its results (:meth:`conclude`)."""
         self.follow(timeout_s, progress, interrupted)
         result = self.conclude()
         if progress:
@@ -236,14 +236,14 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Follows until the campaign ends, or no pod is left.
+        """Waits until the campaign ends or no pod is left.
 
         Args:
-            progress: gets the status at each look.
-            interrupted: called on Ctrl-C, before a pod of this process drains: that may take a minute.
+            progress: Called with the status at each poll.
+            interrupted: Called on Ctrl-C, before a local pod drains, which may take a minute.
 
         Raises:
-            TimeoutError: ``timeout_s`` seconds passed first; the campaign goes on.
+            TimeoutError: ``timeout_s`` seconds have passed. The campaign continues.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -270,7 +270,7 @@ class Run:
             raise
 
     def conclude(self) -> dict[str, Any]:
-        """Ends what this process has started of it, gathers, and returns the status by what is stored, with results."""
+        """Ends local processes, gathers, and returns the status with results, counted from what is stored."""
         if self.local is not None:
             self.local.stop()
         self.gather()
@@ -279,7 +279,7 @@ class Run:
         return {**status, "policies": self.monitor.summary(), "trajectories": str(self.dir.trajectories)}
 
     def _recount(self) -> None:
-        """Counts what is stored. Event files are not fsynced and may count records that a seal voids."""
+        """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal voids."""
         from megaflow_hpc.trajectories import open_trajectories
 
         with open_trajectories(self.path) as store:
@@ -300,19 +300,19 @@ class Run:
             )
 
     def gather(self, rebuild: bool = False) -> Path:
-        """Writes ``trajectories.h5`` from the journals, if it is not up to date or ``rebuild``."""
+        """Writes ``trajectories.h5`` from the journals if it is out of date, or always with ``rebuild``."""
         from megaflow_hpc.trajectories import gather
 
         self.dir.check_ours()
-        if self.ledger.finished:  # the last pod removes it, unless it was killed then
+        if self.ledger.finished:  # in case the last pod was killed before it did so
             remove_tree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild)
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
-        """Trajectories as they become durable; ends with the campaign. ``after``: ids to leave out.
+        """Yields trajectories as they become durable, until the campaign ends. ``after`` names ids to leave out.
 
-        Each id comes once, and a second time where it was given as failed or cancelled and succeeded later. To go on
-        in another process see :class:`~megaflow_hpc.trajectories.reading.follow.Follower`.
+        Each id comes once, or twice if it first failed or was cancelled and later succeeded. Use
+        :class:`~megaflow_hpc.trajectories.reading.follow.Follower` to continue in another process.
         """
         from megaflow_hpc.trajectories import follow
 
@@ -328,7 +328,7 @@ class Run:
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
-        """Releases held engine servers until ``servers`` are queued or running; idle ones leave by themselves.
+        """Releases held engine servers until ``servers`` are queued or running. Idle servers leave by themselves.
 
         Raises:
             ConfigError: No such policy.
@@ -344,12 +344,12 @@ class Run:
         return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> Cancelled:
-        """Cancels every job of this run, and drains its pods on this host; what is stored stays.
+        """Cancels every job of this run and drains its pods on this host. Stored results stay.
 
-        A finished run stays so: only jobs that it has left are cancelled.
+        A finished run stays finished; only its remaining jobs are cancelled.
 
         Raises:
-            SiteError: Slurm has its jobs, and is not here or does not answer.
+            SiteError: Slurm has its jobs, but is missing here or does not answer.
         """
         self.dir.check_ours()
         before, live = self.status()["state"], self.live_jobs(0)
@@ -380,17 +380,17 @@ class Run:
         limits: Mapping[str, float | None] | None = None,
         requests: Changes | None = None,
     ) -> bool:
-        """Continues: what is not stored is run, with ``failed`` also what failed. False if there was nothing to do.
+        """Runs what is not stored yet, with ``failed`` also failed rollouts. Returns False if nothing is left to do.
 
         Args:
-            limits: ``core_hours``, ``gpu_hours``, ``wall``, in the place of the campaign's own; ``None`` lifts one.
-            requests: ``time``, ``mem_gb``, ``partition`` of ``pods``, ``servers``, ``trainer``, ``gather``: what jobs
-                ask Slurm for from now on, in the place of the campaign's own.
+            limits: ``core_hours``, ``gpu_hours`` or ``wall``, instead of the campaign's own; ``None`` removes a limit.
+            requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, instead
+                of the campaign's own, for jobs submitted from now on.
 
         Raises:
-            ConfigError: a limit of the campaign is passed already, pods run that have asked for something else, the run
-                is of another minor version, or it was removed in part.
-            SiteError: Slurm cannot say which pods are gone; nothing was changed.
+            ConfigError: A limit of the campaign is exceeded, pods run with other requests, another minor version
+                planned the run, or files are missing.
+            SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
@@ -422,9 +422,9 @@ class Run:
         if self.pods_live():
             if chosen == "slurm":
                 self.slurm_jobs.revive()
-            return True  # pods are queued or running; they take what was added
+            return True  # queued or running pods take what was added
         if chosen == "slurm" and (left := self.job_ids()):
-            scancel(left)  # engines of an earlier start; ours get new ones
+            scancel(left)  # engines of an earlier start, which are replaced
             self.slurm_jobs.until_gone()
         self.start(chosen, ranks)
         return True

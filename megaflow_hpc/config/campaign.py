@@ -148,7 +148,7 @@ class CampaignConfig(Section):
 
     @property
     def run_share(self) -> Literal["user", "group"]:
-        """Who may read the run directory. An engine pool shares only its servers; its run directory stays private."""
+        """Readers of the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
 
     def policies(self) -> dict[str, Policy]:

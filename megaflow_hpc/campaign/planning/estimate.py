@@ -47,7 +47,7 @@ class JobEstimate:
     walltime_s: float | None
     """``None`` if it is unknown or unlimited."""
     held: bool = False
-    """Whether it starts only on demand."""
+    """True if it starts only on demand."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Storage:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough space."""
+        """True if there is enough space."""
         return self.bytes <= self.free_bytes and (self.free_inodes is None or self.inodes <= self.free_inodes)
 
 

@@ -28,10 +28,10 @@ def sleeping(config: CampaignConfig) -> dict[str, int]:
 
 
 def check_sharing(config: CampaignConfig, where: Where) -> None:
-    """Refuses a campaign in which trainer and engine cannot take turns.
+    """Checks that trainer and engine can use the same GPUs in turn.
 
     Raises:
-        Mistakes: Names each key that is in the way, its value, and what to do.
+        Mistakes: Names each key that prevents it, its value, and the remedy.
     """
     if not sleeping(config):
         return
@@ -48,7 +48,7 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
     for name in training.policies:
         policy = config.policies().get(name)
         if policy is None or policy.model is None:
-            continue  # which is said elsewhere
+            continue  # reported elsewhere
         key, kinds = f"models.{name}" if config.models else "model", policy.model.kinds()
         engines = {kind.engine for kind in kinds}
         if engines - {*SLEEPING}:

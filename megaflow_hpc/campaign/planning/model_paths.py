@@ -1,4 +1,4 @@
-"""Paths of models in a campaign file, made absolute: they are relative to the file, and may be names in their place."""
+"""Makes the model paths of a campaign file absolute, and checks that models can be loaded."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ELSEWHERE = "; MEGAFLOW_SITE_CHECK=0 plans all the same, where only the nodes ha
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
-    """Resolves the paths of a policy's model against the campaign file; a name that is no file stays a name.
+    """Resolves the paths of a policy's model against the campaign file. Names that are no paths are kept.
 
     Args:
-        base: the campaign file's directory.
-        named: whether the model stands under its policy's name in ``models``.
+        base: Directory of the campaign file.
+        named: True if the model is in ``models``, under its policy's name.
 
     Raises:
-        ConfigError: one does not exist; names file, line and key.
+        ConfigError: A file does not exist; names file, line and key.
     """
     model = policy.model
     if model is None:
@@ -59,13 +59,13 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
-    """Returns what will keep engines and trainers from loading their models on a node, each with its place.
+    """Returns the reasons, each with its place, why engines and trainers could not load their models on a node.
 
-    ``MEGAFLOW_SITE_CHECK=0`` skips it: for login nodes that have less than the nodes the jobs run on. An engine that is
-    not here may be brought along by the campaign's lines of shell.
+    ``MEGAFLOW_SITE_CHECK=0`` skips the check, for login nodes that lack what compute nodes have. A missing engine is no
+    error if ``slurm.setup`` may provide it.
 
     Args:
-        policies: with absolute paths, as those of ``config.training``.
+        policies: Policies with absolute paths, like those of ``config.training``.
     """
     if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
         return []
@@ -90,7 +90,8 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
 
 
 def _why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Why an engine cannot load its model; of weights the headers are read, which are some kilobytes of each file."""
+    """Returns the reason why an engine cannot load its model. Reads only the headers of weights, a few kilobytes per
+    file."""
     if why := why_not_loaded(model):
         return why
     try:
@@ -102,7 +103,7 @@ def _why_not_loaded(model: Mapping[str, Any]) -> str:
 
 
 def absolute_training(training: TrainingConfig, base: Path, where: Where) -> TrainingConfig:
-    """Resolves the models that training starts from in the same way."""
+    """Resolves the paths of the models from which training starts."""
     policies = {
         name: policy.model_copy(
             update={
@@ -116,7 +117,7 @@ def absolute_training(training: TrainingConfig, base: Path, where: Where) -> Tra
 
 
 def _looks_like_name(value: str) -> bool:
-    """Whether a model may be one of Hugging Face's: ``owner/name``."""
+    """Returns whether a model may be a Hugging Face name, ``owner/name``."""
     return not value.startswith((".", "/", "~", "$")) and "/" in value
 
 
