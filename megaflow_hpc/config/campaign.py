@@ -44,7 +44,7 @@ class CampaignConfig(Section):
     run_dir: str = "runs"
     """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: only its ``user``, or also the ``group``. Files with keys are never shared. For
+    """Readers of the run directory: only its ``user``, or also the ``group``. Files with keys are never shared. For
     an engine pool: whose campaigns may use the servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
