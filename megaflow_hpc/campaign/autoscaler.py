@@ -13,8 +13,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.config.model import ServerCount
@@ -50,7 +48,9 @@ class Autoscaler:
         self, run: RunDir, planned: RunRecord, jobs: Jobs, holder: str, monitor: Monitor | None = None
     ) -> None:
         self._run, self._jobs, self._monitor = run, jobs, monitor or Monitor(run)
-        self._counts = {server.policy: _count(server.model["servers"]) for server in planned.servers if server.held}
+        self._counts = {
+            server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
+        }
         """Policy with held servers → minimum and maximum number of its servers."""
         self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
@@ -120,8 +120,3 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))
-
-
-def _count(value: Any) -> ServerCount:
-    """Returns ``servers`` of a model section in ``run.json``, also of an earlier version."""
-    return ServerCount(value["min"], value["max"]) if isinstance(value, Mapping) else ServerCount(*value)

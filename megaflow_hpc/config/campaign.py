@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
 from megaflow_hpc.config.reading import place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
-    RUN_DIRECTORY,
     AgentConfig,
     EnvironmentConfig,
     LimitsConfig,
@@ -76,13 +75,6 @@ class CampaignConfig(Section):
     """Rates and concurrency of model calls."""
     training: TrainingConfig | None = None
     """Training on the rollouts while they arrive. Default: none; the campaign only collects rollouts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.context == RUN_DIRECTORY and isinstance(value, dict):
-            return {**value, "pass_threshold": pass_threshold_of(value)}
-        return value
 
     @field_validator("name")
     @classmethod
@@ -173,9 +165,6 @@ class CampaignConfig(Section):
 def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
     """Returns ``pass_threshold`` of a campaign as run directories and trajectory files store it."""
     value = campaign.get("pass_threshold")
-    evaluation = campaign.get("evaluation")
-    if value is None and isinstance(evaluation, Mapping):  # stored by an earlier version
-        value = evaluation.get("threshold")
     return float(value) if isinstance(value, int | float) else 1.0
 
 
@@ -247,7 +236,7 @@ def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection
         ConfigError: This version cannot read the section.
     """
     try:
-        return section.model_validate(fields, extra="ignore", context=RUN_DIRECTORY)
+        return section.model_validate(fields, extra="ignore")
     except ValidationError as error:
         raise ConfigError(explain(error, "run.json", None, section)) from None
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megaflow_hpc.config.sections import RUN_DIRECTORY, Section
+from megaflow_hpc.config.sections import Section
 
 Range = tuple[float, float, Literal["inclusive", "exclusive"]]
 
@@ -73,15 +73,6 @@ class DataStep(Section):
     """Maximum age of a token in weight versions. Drops rollouts with older tokens."""
     replay: float | None = Field(None, ge=0, lt=1)
     """Maximum share of a step's groups that earlier steps already trained on. Adds the latest of them, each once."""
-
-    @field_validator("penalty", "pass_rate", "staleness", "replay", mode="before")
-    @classmethod
-    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads the sections that run directories of earlier versions have in the place of plain values."""
-        if info.context == RUN_DIRECTORY and isinstance(value, dict):
-            names = {"penalty": "unfinished", "pass_rate": "range", "staleness": "max", "replay": "ratio"}
-            return value.get(names[str(info.field_name)])
-        return value
 
     _bounds = field_validator("pass_rate", mode="before")(_range)
 

@@ -9,9 +9,9 @@ import re
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import RUN_DIRECTORY, AgentConfig, Section
+from megaflow_hpc.config.sections import AgentConfig, Section
 
 
 class ServerCount(NamedTuple):
@@ -136,9 +136,7 @@ class ModelConfig(Section):
 
     @field_validator("servers", mode="before")
     @classmethod
-    def _count(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, dict) and info.context == RUN_DIRECTORY:  # of an earlier version
-            value = (value.get("min", 1), value.get("max", 1))
+    def _count(cls, value: Any) -> Any:
         bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
         whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
         if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:

@@ -36,10 +36,6 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
                             schema["properties"][name]["description"] = inspect.cleandoc(value)
 
 
-RUN_DIRECTORY = "run directory"
-"""Validation context of sections from a run directory, possibly in the form of an earlier version."""
-
-
 class Section(BaseModel):
     """A part of the campaign file. Unknown keys are errors."""
 

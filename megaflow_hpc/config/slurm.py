@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megaflow_hpc.config.sections import RUN_DIRECTORY, Section
+from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
 """Consecutive requeues of a trainer without a committed step, after which it is given up."""
@@ -79,13 +79,6 @@ class PodsConfig(Section):
     """Further sbatch options by name."""
 
     _time = field_validator("time", mode="before")(_walltime)
-
-    @field_validator("ranks_per_node", mode="before")
-    @classmethod
-    def _default_ranks(cls, value: Any) -> Any:
-        return (
-            cls.model_fields["ranks_per_node"].default if value is None else value
-        )  # runs of earlier versions have null
 
     @property
     def total(self) -> int:
@@ -179,12 +172,10 @@ class SlurmConfig(Section):
 
     @field_validator("gather", mode="before")
     @classmethod
-    def _gather(cls, value: Any, info: ValidationInfo) -> Any:
+    def _gather(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if info.context == RUN_DIRECTORY:  # runs of earlier versions have ``extra``
-            value = {**{key: own for key, own in value.items() if key != "extra"}, **(value.get("extra") or {})}
-        elif "extra" in value:
+        if "extra" in value:
             raise ValueError("extra: write its options directly into slurm.gather")
         try:
             _walltime(value.get("time"))

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megaflow_hpc.config.data_algorithms import DataStep, PromptsConfig
 from megaflow_hpc.config.objective import AdvantageConfig, LossConfig
-from megaflow_hpc.config.sections import RUN_DIRECTORY, Section, TaskSource
+from megaflow_hpc.config.sections import Section, TaskSource
 
 
 class OptimizerConfig(Section):
@@ -91,15 +91,6 @@ class PolicyTraining(Section):
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory; without it steps are faster. Default: true."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads the section ``importance`` in run directories of earlier versions."""
-        if info.context == RUN_DIRECTORY and isinstance(value, dict) and isinstance(value.get("importance"), dict):
-            weights = value["importance"]
-            return {**value, "importance": weights.get("level", "token"), "truncate": weights.get("truncate", 2.0)}
-        return value
-
 
 class HeldOutConfig(Section):
     """Evaluation during training, on tasks that are not trained on."""
@@ -145,21 +136,6 @@ class TrainingConfig(Section):
     systems. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_form(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reads ``mode`` and the section ``batch`` in run directories of earlier versions."""
-        if info.context != RUN_DIRECTORY or not isinstance(value, dict):
-            return value
-        value = dict(value)
-        if isinstance(batch := value.get("batch"), dict):
-            value |= {"batch": batch.get("tasks", 16), "refill": batch.get("refill", 0)}
-        if isinstance(mode := value.get("mode"), dict):
-            bounds: dict[Any, int | None] = {"synchronous": 0, "asynchronous": None}
-            bounded = 1 if mode.get("staleness") is None else mode["staleness"]
-            value["staleness"] = bounds.get(mode.get("kind"), bounded)
-        return value
 
     @field_validator("policies", mode="before")
     @classmethod

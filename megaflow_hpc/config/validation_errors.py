@@ -36,7 +36,7 @@ REMOVED_KEYS = {
     "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
     "weights.poll_s": "servers poll often for trained policies; leave it out",
 }
-"""Keys of earlier versions, or their last parts → what to do instead."""
+"""Removed keys, or their last parts → what to do instead."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
 """Endings of keys → units."""
 

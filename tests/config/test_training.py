@@ -252,31 +252,6 @@ def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused
     )
 
 
-def test_a_run_directory_of_an_earlier_version_has_sections_in_the_place_of_plain_values() -> None:
-    earlier = {
-        "policies": {"default": {"optimizer": {"betas": [0.9, 0.999]}, "importance": {"level": "none", "truncate": 3}}},
-        "batch": {"tasks": 4, "samples": 8, "refill": 3},
-        "mode": {"kind": "bounded", "staleness": 2},
-        "data": [
-            {"penalty": {"unfinished": -0.25}},
-            {"pass_rate": {"range": [0.1, 0.9, "inclusive"], "threshold": 1}},
-            {"staleness": {"max": 3}, "penalty": None},
-            {"replay": {"ratio": 0.5, "size": 3}},
-        ],
-        "checkpoint": {"every": 2, "keep": 1},
-        "publish": {"every": 1, "delta": False},
-        "seed": 3,
-    }
-    training = config.resolved(TrainingConfig, earlier)
-    penalty, pass_rate, staleness, replay = training.data
-    assert (penalty.penalty, pass_rate.pass_rate, staleness.staleness) == (-0.25, (0.1, 0.9, "inclusive"), 3)
-    assert replay.replay == 0.5
-    assert (training.batch, training.refill, training.staleness) == (4, 3, 2)
-    assert config.resolved(TrainingConfig, {**earlier, "mode": {"kind": "asynchronous"}}).staleness is None
-    policy = training.policies["default"]
-    assert (policy.importance, policy.truncate) == ("none", 3)
-
-
 def test_a_group_of_one_sample_is_refused(tmp_path: Path) -> None:
     text = section("policies: {default: }").replace("samples: 16", "samples: 1")
     assert "a group of one sample has nothing to compare with" in complaint(tmp_path, text)

@@ -100,7 +100,7 @@ def test_starts_that_walltimes_end_are_not_counted_as_crashes_and_what_none_hold
     assert again.returncode == 0, again.stderr
     whole = only(path)
     assert (whole.status, whole.reward) == ("completed", 1)
-    assert whole.attempts[-1].finished_at - whole.attempts[-1].started_at > LONG_S
+    assert max(attempt.finished_at - attempt.started_at for attempt in whole.attempts) > LONG_S
 
 
 def test_pods_that_never_start_are_named_with_their_cause(make_campaign: Make) -> None:
