@@ -11,7 +11,7 @@ from megaflow_hpc import config as config_module
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign import plan as plan_module
 from megaflow_hpc.campaign.local import Launcher, resolve_launcher
-from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, group_servers, read, try_sandboxes
+from megaflow_hpc.campaign.planning.draft import Draft, PlanWatch, Silent, read, try_sandboxes
 from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
 from megaflow_hpc.campaign.planning.preflight import warnings
 from megaflow_hpc.campaign.run import Run
@@ -89,7 +89,7 @@ class Campaign:
     def _check_site(self, draft: Draft) -> None:
         """Checks that Slurm has the requested resources and would start the jobs."""
         site.check_site(draft.config, self.where)
-        groups = group_servers(draft.servers)
+        groups = draft.server_groups
         job_requests.check_resources(draft.config, groups, self.where)
         walltimes_s = {
             key: fits.walltime_s(job_requests.named(job.options))
@@ -170,7 +170,7 @@ class Campaign:
         if slurm:
             watch.step("asking Slurm")
             self._check_site(draft)
-            jobs = job_requests.preview(draft.config, run, group_servers(draft.servers))
+            jobs = job_requests.preview(draft.config, run, draft.server_groups)
             site_lines = job_requests.limit_effects(draft.config, jobs)
         plan_module.complete(draft, build=False, watch=watch)
         return jobs, estimate(draft, run.path, jobs, durations, site_lines, 0 if slurm else ranks, earlier)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -98,19 +96,16 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
     Raises:
         ConfigError: The campaign requests more than the site allows, or ``in_flight`` is less than one per rank.
     """
-    asked: Mapping[str, Any] = {
-        **{f"quotas.{name}": value for name, value in quotas.model_dump().items()},
-        "slurm.pods (of all pools)": pods.total,
-        "servers (of all policies)": servers,
-    }
-    most = {**{f"quotas.{n}": getattr(caps, n) for n in QuotasConfig.model_fields}}
-    most |= {"slurm.pods (of all pools)": caps.pods, "servers (of all policies)": caps.servers}
-    for name, value in asked.items():
-        cap = most[name]
+    requested = quotas.model_dump() | {"pods": pods.total, "servers": servers}
+    labels = {"pods": "slurm.pods (of all pools)", "servers": "servers (of all policies)"}
+    for name, value in requested.items():
+        cap = getattr(caps, name)
         if value is not None and cap is not None and value > cap:
-            raise ConfigError(f"{name}: {value} is more than this site lets a campaign take ({cap}, {source})")
-    stated = {name: value for name, value in quotas.model_dump().items() if value is not None}
-    held = QuotasConfig(**{**{n: getattr(caps, n) for n in QuotasConfig.model_fields}, **stated})
+            label = labels.get(name, f"quotas.{name}")
+            raise ConfigError(f"{label}: {value} is more than this site lets a campaign take ({cap}, {source})")
+    limits = {name: getattr(caps, name) for name in QuotasConfig.model_fields}
+    limits |= {name: value for name, value in quotas.model_dump().items() if value is not None}
+    held = QuotasConfig(**limits)
     count = gateways(pods)
     if held.in_flight is not None and held.in_flight < count:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     return value, node
 
 
-MOST = 100_000
+MAX_VALUES = 100_000
 """Maximum number of values in a file. Values behind an alias count each time."""
 
 
@@ -108,46 +108,44 @@ def _require_small(root: yaml.Node) -> None:
         if any(not sizes[id(child)] for child in children):
             raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
         sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
-        if sizes[id(node)] > MOST:
-            problem = f"aliases repeat values until there are more than {MOST}"
+        if sizes[id(node)] > MAX_VALUES:
+            problem = f"aliases repeat values until there are more than {MAX_VALUES}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
     """Returns the line, from 1, of the deepest part of ``location`` that the file has."""
-    found = _deepest(node, location)
-    return None if found is None else found.line + 1
+    mark = _deepest(node, location)
+    return None if mark is None else mark.line + 1
 
 
 def place_of(node: yaml.Node | None, location: Sequence[Any], path: str) -> str:
     """Returns ``file:line`` of the deepest part of ``location`` that the file has; ``path`` without a node."""
-    found = _deepest(node, location)
-    return path if found is None else f"{path if found.name.startswith('<') else found.name}:{found.line + 1}"
-
-
-def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | None:
-    mark = None if node is None else node.start_mark
-    for part in location:
-        if isinstance(node, yaml.MappingNode):
-            found = next(((k, v) for k, v in node.value if k.value == str(part)), None)
-            if found is None:
-                continue
-            mark, node = found[0].start_mark, found[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            mark = node.start_mark
-    return mark
+    mark = _deepest(node, location)
+    return path if mark is None else f"{path if mark.name.startswith('<') else mark.name}:{mark.line + 1}"
 
 
 def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the parts of ``location`` that the file has. Pydantic adds the names of the types that it tried."""
-    found = []
+    return tuple(part for part, _ in _walk(node, location))
+
+
+def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | None:
+    mark = None if node is None else node.start_mark
+    for _, deeper in _walk(node, location):
+        mark = deeper
+    return mark
+
+
+def _walk(node: yaml.Node | None, location: Sequence[Any]) -> Iterator[tuple[Any, yaml.Mark]]:
+    """Yields each part of ``location`` that the file has, with its place."""
     for part in location:
-        if isinstance(node, yaml.MappingNode) and str(part) in (keys := {k.value: v for k, v in node.value}):
-            node = keys[str(part)]
+        if isinstance(node, yaml.MappingNode):
+            values = {key.value: (key, value) for key, value in node.value}
+            if str(part) not in values:
+                continue
+            key, node = values[str(part)]
+            yield part, key.start_mark
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             node = node.value[part]
-        else:
-            continue
-        found.append(part)
-    return tuple(found)
+            yield part, node.start_mark

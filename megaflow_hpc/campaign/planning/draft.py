@@ -73,6 +73,10 @@ class Draft:
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
+    image_files: dict[str, str] = field(default_factory=dict)
+    """Image name in the tasks → SIF file or directory, once images are built."""
+    source: str = ""
+    """The campaign file as the user wrote it."""
     mistakes: list[str] = field(default_factory=list)
     """Mistakes of the file, each with its place."""
     refusal: SiteError | None = None
@@ -82,6 +86,11 @@ class Draft:
     def servers(self) -> list[ServerRecord]:
         """Policy and model of each element of the engine array, by index."""
         return list_servers(self.policies, sleeping(self.config))
+
+    @property
+    def server_groups(self) -> list[ServerGroup]:
+        """Neighbouring servers with equal resources, one Slurm array each."""
+        return group_servers(self.servers)
 
     @contextmanager
     def noting(self) -> Iterator[None]:

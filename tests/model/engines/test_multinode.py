@@ -31,7 +31,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> plan.Plan:
+def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> draft.Draft:
     (tmp_path / "m").mkdir(exist_ok=True)
     policies = {f"p{n}": {"path": "m", **model} for n, model in enumerate(models)}
     return plan.make(config.parse({"name": "x", "models": policies, "pool": {}, "slurm": slurm}), tmp_path, str)
