@@ -86,10 +86,10 @@ class Autoscaler:
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
-        found: dict[str, list[Load]] = {}
+        loads: dict[str, list[Load]] = {}
         for server in EndpointFiles(self._run).serving():
-            found.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
-        return found
+            loads.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
+        return loads
 
     def _asked(self) -> Counter[str]:
         """Returns the number of rollouts left to run, by policy. Empty while no pod runs."""

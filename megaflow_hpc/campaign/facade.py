@@ -100,7 +100,7 @@ class Campaign:
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
         """Returns everything that this site lacks or refuses."""
-        found: list[str] = []
+        mistakes: list[str] = []
         checks: list[Callable[[], None]] = [self._run_dir(None).check_place, lambda: try_sandboxes(draft, watch)]
         if site.has_slurm():
             checks.insert(0, lambda: self._check_site(draft))
@@ -109,10 +109,10 @@ class Campaign:
             try:
                 one()
             except Mistakes as error:
-                found += error.found
+                mistakes += error.found
             except MegaflowError as error:
-                found.append(str(error))
-        return found
+                mistakes.append(str(error))
+        return mistakes
 
     def submit(
         self,
@@ -198,20 +198,20 @@ def check(path: str | Path, site_too: bool = True, watch: PlanWatch | None = Non
     Raises:
         ConfigError: The file does not exist.
     """
-    found = Findings()
+    findings = Findings()
     try:
         campaign = Campaign.from_yaml(path)
     except ConfigError as error:
         if not Path(path).is_file():
             raise
-        found.file = error.found if isinstance(error, Mistakes) else [str(error)]
-        return found
+        findings.file = error.found if isinstance(error, Mistakes) else [str(error)]
+        return findings
     draft = read(campaign.config, campaign.base, campaign.where, (), watch)
-    found.file, found.tasks, found.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
+    findings.file, findings.tasks, findings.rollouts = draft.mistakes, len(draft.tasks), len(draft.rollouts)
     if site_too:
-        found.site = campaign.site_mistakes(draft, watch or Silent())
-    found.warnings = campaign.notices
-    return found
+        findings.site = campaign.site_mistakes(draft, watch or Silent())
+    findings.warnings = campaign.notices
+    return findings
 
 
 def _part(part: str) -> str | int:

@@ -62,12 +62,12 @@ def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
 ) -> list[resources.Amounts]:
     """Returns the requests of each engine server and trainer that count against the pods' limits."""
-    found = []
+    amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
         both = set(allowed.caps) & set(limits.resource_caps(named(job.options)))
-        found += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
-    return found
+        amounts += [resources.shared(resources.asked(job.options), both)] * (job.elements or 1)
+    return amounts
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
@@ -88,7 +88,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         Mistakes: A partition lacks what a job requests; names key and limit.
         SiteError: A job would never start; names the limit.
     """
-    known: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
     jobs = [(key, job.role, named(job.options)) for key, job in each_job(config, RunDir("/RUN"), groups)]
     refused = [
         f"{where(line.split()[0].rstrip(':'))}: {line}" for key, _, options in jobs for line in refusals(key, options)
@@ -97,9 +97,9 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         raise Mistakes(refused)
     for key, role, options in jobs:
         names = tuple(str(options.get(name)) for name in ("account", "qos", "partition"))
-        known[names] = known[names] if names in known else limits.resource_caps(options)
+        caps[names] = caps[names] if names in caps else limits.resource_caps(options)
         wanted = resources.asked(options)
-        if cap := resources.impossible(known[names], wanted):
+        if cap := resources.impossible(caps[names], wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
@@ -113,23 +113,23 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
     Raises:
         SiteError: The controller does not answer.
     """
-    allowed, pods, found = limits.allowance(pod_options(config)), config.slurm.pods, list[str]()
+    allowed, pods, effects = limits.allowance(pod_options(config)), config.slurm.pods, list[str]()
     arrays = [job for job in jobs if job.role == "pods" and not job.cluster and job.elements]
     if len(arrays) > 1 + sum(not pool.cluster for pool in pods.pools):
-        found.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
+        effects.append(f"MaxArraySize: pods are {len(arrays)} arrays of at most {allowed.array_size} elements")
     for job in arrays:
         if job.throttle is not None and job.throttle < (job.elements or 1):
             running = f"{allowed.running} jobs run at once" if allowed.running is not None else ""
             why = ", ".join(filter(None, [running, *map(str, allowed.caps)]))
-            found.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
+            effects.append(f"{job.throttle} of {job.elements} pods run at once beside the engines ({why})")
     wanted = sum(job.elements or 1 for job in jobs if not job.cluster)
     others = wanted - sum(job.elements or 1 for job in arrays)
     if allowed.room is not None and wanted > allowed.room:
         fitting = allowed.room - others
         now = f"{fitting} of {wanted - others} pods are queued at first, the others as some end"
         none = "submit would be refused: not one pod fits"
-        found.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
-    return found
+        effects.append(f"{now if fitting > 0 else none} ({allowed.why} jobs at once, {allowed.queued} are queued)")
+    return effects
 
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:

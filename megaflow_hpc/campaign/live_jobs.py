@@ -105,14 +105,14 @@ class LiveJobs:
     def trainers(self) -> dict[str, list[str]]:
         """Returns the jobs of each policy's trainer in order, also those submitted by hand."""
         training = self._config.training
-        found: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
+        jobs_by_policy: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
         for record in self.arrays.records():
-            if record.role == "trainer" and record.policy in found:
-                found[record.policy].append(record.id)
-        for policy, jobs in found.items():
+            if record.role == "trainer" and record.policy in jobs_by_policy:
+                jobs_by_policy[record.policy].append(record.id)
+        for policy, jobs in jobs_by_policy.items():
             entered = (start.job_id for start in TrainingView(self._run, policy).trainers())
             jobs += [job for job in dict.fromkeys(entered) if job and job not in jobs]
-        return found
+        return jobs_by_policy
 
     def trainer_states(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
         """Returns the trainers that are queued or running, by policy; ``None`` if unknown."""
@@ -140,13 +140,13 @@ class LiveJobs:
         live = self.live(max_age_s)
         if live is None:
             return None
-        found = {}
+        states = {}
         for record in self.arrays.records():
             for element, state in live.items() if record.role == "servers" else ():
                 array, _, index = element.partition("_")
                 if array == record.id and index.isdecimal():
-                    found[int(index) + record.base] = state
-        return found
+                    states[int(index) + record.base] = state
+        return states
 
 
 def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | None:
@@ -162,28 +162,28 @@ def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | N
 
 
 def waiting_servers(
-    run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], known: Collection[str]
+    run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], registered: Collection[str]
 ) -> list[dict[str, Any]]:
     """Returns the engine servers that are queued or starting, which have no endpoint file yet.
 
     Args:
         policies: Policy of each server, by index.
         states: Slurm's state of their jobs.
-        known: Names of servers with an endpoint file.
+        registered: Names of servers with an endpoint file.
     """
-    found = []
+    waiting = []
     for index, state in sorted(states.items()):
         name = f"{policies[index]}.{index}"
-        if name in known or not state.live:
+        if name in registered or not state.live:
             continue
         shown = {"server": name, "policy": policies[index], "node": state.node, "job_id": state.id}
         if state.held:
             by = Leader(run, SCALER).holder()
             remedy = f"nobody lets it go: keep megaflow-hpc watch {run} open, or use scale --servers"
-            found.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
+            waiting.append({**shown, "state": "held", "cause": f"let go on demand by {by}" if by else remedy})
         else:
-            found.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
-    return found
+            waiting.append({**shown, "state": "queued" if state.state == "PENDING" else "starting"})
+    return waiting
 
 
 def main(path: str) -> int:

@@ -59,7 +59,7 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
     Args:
         leases: The pods' leases in the ledger.
     """
-    found = {}
+    directories = {}
     for lease in leases:
         if (process := process_here(lease)) is None:
             continue
@@ -69,8 +69,8 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
             continue
         named = [word.partition(b"=")[2] for word in words if word.startswith(b"MEGAFLOW_POD_DIR=")]
         if named and process.alive():
-            found[str(lease["pod"])] = Path(os.fsdecode(named[0]))
-    return found
+            directories[str(lease["pod"])] = Path(os.fsdecode(named[0]))
+    return directories
 
 
 class LocalTrainer:

@@ -53,18 +53,18 @@ class Glance:
 
 def glances(paths: Iterable[Path]) -> list[Glance]:
     """Reads run directories in the given order. They may be damaged, incomplete or deleted meanwhile."""
-    found = [_Look(path) for path in paths]
-    open_ = [look for look in found if not look.settled]
+    looks = [_Look(path) for path in paths]
+    open_ = [look for look in looks if not look.settled]
     live, cause = _live(sorted({job for look in open_ for job in look.jobs}))
     for look in open_:
         look.decide(None if live is None else [state for job in look.jobs for state in live.get(job, ())], cause)
-    return [look.glance for look in found]
+    return [look.glance for look in looks]
 
 
-def measure(found: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
+def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
     """Sets :attr:`Glance.bytes` of runs, in order, until ``most`` files and directories were visited."""
     looked = 0
-    for glance in found:
+    for glance in glances:
         size, waiting = 0, [str(glance.path)]
         while waiting and (most is None or looked <= most):
             try:
@@ -156,11 +156,11 @@ def _live(jobs: Sequence[str]) -> tuple[dict[str, list[JobState]] | None, str]:
         answer = accounting.live_jobs(jobs)
     except SiteError as error:
         return None, str(error)
-    found: dict[str, list[JobState]] = {}
+    states: dict[str, list[JobState]] = {}
     for state in answer.values():
         if state.live:
-            found.setdefault(array_of(state.id), []).append(state)
-    return found, ""
+            states.setdefault(array_of(state.id), []).append(state)
+    return states, ""
 
 
 def _time_of(run: RunDir) -> float:

@@ -39,32 +39,32 @@ vocabularies) are represented by name and size."""
 
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
     """Returns versions by name, and under ``models`` one entry for each policy with a model."""
-    found: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
+    recorded: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
     for name in OURS:
         try:
-            found[name] = importlib.metadata.version(name)
+            recorded[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     try:
-        found["apptainer"] = version(find_apptainer())
+        recorded["apptainer"] = version(find_apptainer())
     except (MegaflowError, OSError):
         pass  # login nodes may lack it; then the pods' version is unknown
-    found["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
-    return found
+    recorded["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
+    return recorded
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
     """Returns the known properties of a model, without starting it."""
-    found: dict[str, Any] = {"engine": model.engine}
+    facts: dict[str, Any] = {"engine": model.engine}
     for key in ("path", "script", "image", "base_url"):
         if getattr(model, key):
-            found[key] = getattr(model, key)
-    found |= _engine(model)
+            facts[key] = getattr(model, key)
+    facts |= _engine(model)
     if model.path and Path(model.path).is_dir():
-        found["sha256"] = fingerprint(Path(model.path))
+        facts["sha256"] = fingerprint(Path(model.path))
     elif model.script and Path(model.script).is_file():
-        found["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
-    return found
+        facts["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
+    return facts
 
 
 def _engine(model: ModelConfig) -> dict[str, str]:
@@ -76,12 +76,12 @@ def _engine(model: ModelConfig) -> dict[str, str]:
         prefix = Path(interpreter(model.model_dump())).parent.parent
     except MegaflowError:
         return {}
-    found = {}
+    packages = {}
     for path in prefix.glob("lib/python3*/site-packages/*.dist-info"):
         match = re.fullmatch(r"(.+)-([^-]+)\.dist-info", path.name)
         if match and match[1] in wanted:
-            found[match[1]] = match[2]
-    return dict(sorted(found.items()))
+            packages[match[1]] = match[2]
+    return dict(sorted(packages.items()))
 
 
 def fingerprint(path: Path) -> str:

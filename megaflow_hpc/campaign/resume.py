@@ -32,12 +32,12 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
     """
     if launcher != "slurm":
         raise ConfigError("--time, --mem and --partition are asked of Slurm, which does not run this campaign")
-    pods, known = jobs.live_pods(0), jobs.ids()
+    pods, jobs_submitted = jobs.live_pods(0), jobs.ids()
     end = time.monotonic() + LEAVE_S
     while Marks(run).finished and pods and time.monotonic() < end:  # pods are leaving
         time.sleep(1.0)
         pods = jobs.live_pods(0)
-    if pods is None and known:
+    if pods is None and jobs_submitted:
         raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
     if running := [pod.id for pod in pods or () if pod.state != "PENDING"]:
         raise ConfigError(
@@ -51,7 +51,7 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
 
     config = override(run, planned.config, requests, check)
     if pods:
-        scancel(known)
+        scancel(jobs_submitted)
         jobs.until_gone()
     return config
 

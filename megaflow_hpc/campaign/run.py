@@ -110,9 +110,9 @@ class Run:
         """Returns the status as ``status --json`` prints it."""
         status = self._seen(self._slurm_age_s)
         if servers := self.record.servers:
-            known = {server["server"] for server in status["servers"]}
+            registered = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
-            status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, known)
+            status["servers"] += waiting_servers(self.dir, [server.policy for server in servers], states, registered)
         ended = status["state"] in ("finished", "cancelled")
         status["queue"] = [] if ended else self.slurm_jobs.waiting(self._slurm_age_s)
         status["warnings"] = [*self.edits.warnings(), *self.monitor.warnings(status["pods"])]
@@ -353,7 +353,7 @@ class Run:
         """
         self.dir.check_ours()
         before, live = self.status()["state"], self.live_jobs(0)
-        known, leases = set(self.job_ids()), self.ledger.leases().values()
+        submitted, leases = set(self.job_ids()), self.ledger.leases().values()
         pods = living_pods(leases)
         if before != "finished":
             self._marks.cancel()
@@ -364,11 +364,11 @@ class Run:
         for directory in pods.values():
             with suppress(FileNotFoundError):  # it has just ended
                 write_atomic(directory / DRAIN, "stopped")
-        runs_locally = bool(leases) and not known
-        ids = self.slurm_jobs.cancel() if known or not (runs_locally or before == "finished") else []
+        runs_locally = bool(leases) and not submitted
+        ids = self.slurm_jobs.cancel() if submitted or not (runs_locally or before == "finished") else []
         if ids and not site.has_slurm():
             raise SiteError(f"jobs {' '.join(ids)}: are Slurm's, which is not here; cancel them where sbatch is")
-        cancelled = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - known)
+        cancelled = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - submitted)
         return Cancelled(before, sorted(cancelled), sorted(pods))
 
     def resume(

@@ -42,8 +42,8 @@ def tables() -> list[Table]:
     whole = schema()
     definitions = whole.get("$defs", {})
     paths: dict[str, str] = {}
-    found = [Table("", "")]
-    waiting = [(found[0], whole)]
+    result = [Table("", "")]
+    waiting = [(result[0], whole)]
     while waiting:
         table, section = waiting.pop(0)
         required = set(section.get("required", ()))
@@ -52,12 +52,12 @@ def tables() -> list[Table]:
             for reference, place in _sections(value, path):
                 if reference not in paths and "properties" in definitions[reference]:
                     paths[reference] = place
-                    found.append(Table(place, _plain(definitions[reference].get("description", ""))))
-                    waiting.append((found[-1], definitions[reference]))
+                    result.append(Table(place, _plain(definitions[reference].get("description", ""))))
+                    waiting.append((result[-1], definitions[reference]))
             default = "required" if name in required else _default(value)
             key = Key(name, _type(value, definitions, paths), default, _plain(value.get("description", "")))
             table.keys.append(key)
-    return found
+    return result
 
 
 def markdown() -> str:

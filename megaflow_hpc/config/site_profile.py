@@ -116,13 +116,13 @@ def completed(
 
 
 def _merged(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(own)
+    merged = dict(own)
     for key, value in other.items():
-        if key not in found:
-            found[key] = value
-        elif isinstance(found[key], dict) and isinstance(value, dict):
-            found[key] = _merged(found[key], value)
-    return found
+        if key not in merged:
+            merged[key] = value
+        elif isinstance(merged[key], dict) and isinstance(value, dict):
+            merged[key] = _merged(merged[key], value)
+    return merged
 
 
 def _merged_nodes(own: yaml.Node, other: yaml.Node) -> yaml.Node:

@@ -52,14 +52,14 @@ def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model
     Unknown keys come first, because they are often the reason why others are missing. A value that fits none of several
     types counts once.
     """
-    found: dict[Any, str] = {}
+    problems: dict[Any, str] = {}
     schema = model.model_json_schema()
     for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
         location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         in_file = problem["type"] == "missing" or node is None
         key = tuple(location) if in_file else reached(node, location)
-        found.setdefault(key, f"{place_of(node, location, path)}: {_explained(problem, location, key, schema)}")
-    return list(found.values())
+        problems.setdefault(key, f"{place_of(node, location, path)}: {_explained(problem, location, key, schema)}")
+    return list(problems.values())
 
 
 def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema: Mapping[str, Any]) -> str:
@@ -68,9 +68,9 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
         for removed, remedy in REMOVED_KEYS.items():
             if f".{name}".endswith(f".{removed}"):
                 return f"{name}: this key was removed: {remedy}"
-        known = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
-        close = difflib.get_close_matches(str(location[-1]), known, 1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        names = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
+        close = difflib.get_close_matches(str(location[-1]), names, 1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"names here: {', '.join(names)}"
         return f"unknown key {'.'.join(map(str, location))!r}; {remedy}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, location))!r} is missing; add it"
@@ -127,18 +127,18 @@ def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str,
 
 def _expected(kinds: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns a name for each kind of value, with its bounds."""
-    found = []
+    kinds_of_value = []
     for kind in kinds:
         if choices := kind.get("enum", [kind["const"]] if "const" in kind else []):
             *others, last = map(repr, choices)
-            found.append(f"{', '.join(others)} or {last}" if others else last)
+            kinds_of_value.append(f"{', '.join(others)} or {last}" if others else last)
         elif kind.get("type") in ("integer", "number"):
-            found.append(f"{'a whole number' if kind['type'] == 'integer' else 'a number'}{_bounds(kind)}")
+            kinds_of_value.append(f"{'a whole number' if kind['type'] == 'integer' else 'a number'}{_bounds(kind)}")
         elif kind.get("type") == "object" and kind.get("properties"):
-            found.append(f"keys such as {' and '.join(f'{name}:' for name in list(kind['properties'])[:2])}")
+            kinds_of_value.append(f"keys such as {' and '.join(f'{name}:' for name in list(kind['properties'])[:2])}")
         elif word := _WORDS.get(str(kind.get("type"))):
-            found.append(word)
-    return list(dict.fromkeys(found))
+            kinds_of_value.append(word)
+    return list(dict.fromkeys(kinds_of_value))
 
 
 _WORDS = {"string": "text", "boolean": "true or false", "array": "a list", "object": "names with their values"}

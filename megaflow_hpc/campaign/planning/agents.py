@@ -37,11 +37,11 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
         made, code = probe([policies[name].agent for name in asked], str(base.absolute())) if asked else ([], [])
     except ConfigError as error:
         raise ConfigError(refusal(asked[0], error)) from None
-    known = dict(zip(asked, made, strict=True))
+    results = dict(zip(asked, made, strict=True))
     refused = []
     for name, policy in policies.items():
         try:
-            _check(policy, known.get(name), network)
+            _check(policy, results.get(name), network)
         except ConfigError as error:
             refused.append(refusal(name, error))
     if refused:

@@ -179,9 +179,9 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         try:
             return load_tasks([source.model_dump() for source in sources], base, dockerfiles)
         except ConfigError as error:
-            found = error.found if isinstance(error, Mistakes) else [str(error)]
+            mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
             # Messages about a task's own file already start with its path.
-            raise Mistakes([line if line.startswith("/") else f"{where(key)}: {line}" for line in found]) from None
+            raise Mistakes([line if line.startswith("/") else f"{where(key)}: {line}" for line in mistakes]) from None
 
     tasks: list[Task] = []
     held_out: list[Task] = []

@@ -69,15 +69,15 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
     """
     if os.environ.get("MEGAFLOW_SITE_CHECK") == "0":
         return []
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, policy in policies.items():
         section = f"models.{name}" if config.models else "model"
         for kind in policy.model.kinds() if policy.model and not policy.model.pool else ():
             fields = kind.model_dump()
             if why := _why_not_loaded(fields):
-                found.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
+                reasons.setdefault(why, f"{where(f'{section}.path')}: {section}.path: {why}{ELSEWHERE}")
             if not config.slurm.setup and (why := why_no_engine(fields)):
-                found.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
+                reasons.setdefault(why, f"{where(f'{section}.engine')}: {section}: {why}{ELSEWHERE}")
     for name, trained in config.training.policies.items() if config.training else ():
         why = _why_not_loaded({"engine": "transformers", "path": trained.base})
         model = policies[name].model if name in policies else None
@@ -85,8 +85,8 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
             why = why_not_served(Path(trained.base), Path(model.path))
         if why:
             key = f"training.policies.{name}.base"
-            found.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
-    return list(found.values())
+            reasons.setdefault(why, f"{where(key)}: {key}: {why}{ELSEWHERE}")
+    return list(reasons.values())
 
 
 def _why_not_loaded(model: Mapping[str, Any]) -> str:

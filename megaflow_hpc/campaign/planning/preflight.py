@@ -43,11 +43,11 @@ def _idle_pods(draft: Draft, where: Where) -> list[str]:
 
 def _cut_off(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
     lines = []
-    said = set[float]()
+    seen = set[float]()
     for key, walltime_s in walltimes_s.items():
-        if walltime_s is None or math.isinf(walltime_s) or walltime_s in said:
+        if walltime_s is None or math.isinf(walltime_s) or walltime_s in seen:
             continue
-        said.add(walltime_s)  # warn once of pools with equal walltimes
+        seen.add(walltime_s)  # warn once of pools with equal walltimes
         left_s = walltime_s - WARN_S
         long = [task for task in _own(draft) if longest_s(task, draft.policies.values()) > left_s]
         if not long:

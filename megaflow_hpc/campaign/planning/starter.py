@@ -49,23 +49,23 @@ class Starter:
     def of(cls, directory: Path) -> Starter:
         """Detects values in a directory and at this site."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")
-        found = cls(name if NAME.match(name) else "campaign", profiles=site_profile.names())
+        starter = cls(name if NAME.match(name) else "campaign", profiles=site_profile.names())
         if any(directory.glob("tasks/*/task.toml")):
-            found.tasks = "tasks/*"
+            starter.tasks = "tasks/*"
         elif lines := sorted(directory.glob("*.jsonl")):
-            found.tasks = lines[0].name
-        found.model = next(iter(cached_models()), "")
-        found.engine = not why_no_engine({"engine": "vllm"})
-        found.agent = importlib.util.find_spec("minisweagent") is not None
+            starter.tasks = lines[0].name
+        starter.model = next(iter(cached_models()), "")
+        starter.engine = not why_no_engine({"engine": "vllm"})
+        starter.agent = importlib.util.find_spec("minisweagent") is not None
         if site.has_slurm():
             try:
-                found.partitions = [partition for partition in site.partitions().values() if partition.up]
-                found.slurm = True
+                starter.partitions = [partition for partition in site.partitions().values() if partition.up]
+                starter.slurm = True
             except SiteError as error:
-                found.notices.append(f"{error}; written without partitions and accounts")
-        if found.slurm:
-            found.accounts = site.accounts()
-        return found
+                starter.notices.append(f"{error}; written without partitions and accounts")
+        if starter.slurm:
+            starter.accounts = site.accounts()
+        return starter
 
     def text(self) -> str:
         """Returns the campaign file, at most 40 lines that :func:`megaflow_hpc.config.load` accepts."""
