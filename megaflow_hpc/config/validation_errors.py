@@ -70,7 +70,7 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
                 return f"{name}: this key was removed: {remedy}"
         names = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
         close = difflib.get_close_matches(str(location[-1]), names, 1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"names here: {', '.join(names)}"
+        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"
         return f"unknown key {'.'.join(map(str, location))!r}; {remedy}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, location))!r} is missing; add it"

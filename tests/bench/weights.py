@@ -32,7 +32,9 @@ def measure(folder: Path, model: Path, interpreter: str, poll_s: float, publishe
     section |= {"args": {"max-model-len": 2048}, "weights": {"running": "continue"}}
     with Servers(folder) as servers:
         # One thread computes: as many as cores leave none to what asks and answers, and the model is tiny.
-        servers.start(section, "default", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        servers.start(
+            section, "default", "--poll-s", str(poll_s), OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
+        )
         servers.record(0, timeout_s=600)
         published, first, calls = asyncio.run(_rounds(servers, model, poll_s, publishes))
     until = f"publish to first token of the new version, poll_s {poll_s:g}"
