@@ -44,7 +44,7 @@ BUDGETS = {
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
-EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "extras", "host"}
+EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "host"}
 """Rooms that every room may import. They import only one another."""
 
 DOORS: dict[str, str] = {
@@ -56,7 +56,6 @@ DOORS: dict[str, str] = {
     "version": "",
     "texts": "",
     "resources": "",
-    "extras": "",
     "host": "",
     # The campaign file, and all files of a run directory.
     "config": "",

@@ -17,7 +17,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.report import process_here, progress_of
-from megaflow_hpc.monitor.state import Facts, lives
+from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import last_word
@@ -39,7 +39,7 @@ class Glance:
     name: str
     """The campaign's name."""
     state: str
-    """A state of :attr:`~megaflow_hpc.monitor.state.Facts.state`, or ``broken`` if files are damaged."""
+    """One of the states of :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
     done: int | None
     """Stored rollouts, as the pods report; ``None`` if unknown."""
     total: int | None
@@ -119,14 +119,14 @@ class _Look:
         """Sets the state, given the jobs that Slurm still has; ``live`` is ``None`` if unknown, for the reason
         ``cause``."""
         jobs = None if live is None else {state.id for state in live if state.state != "PENDING"}
-        self.glance.state = Facts(
+        self.glance.state = run_state(
             serves=self._serves,
             alive=any(_lives(pod, jobs) for pod in self._pods),
             waits=self._waits,
             submitted=bool(self.jobs),
             queued=None if live is None or not self.jobs else bool(live),
             started=self._started,
-        ).state
+        )
         self.glance.cause = cause if self.glance.state == "unknown" else ""
 
 

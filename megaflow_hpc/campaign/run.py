@@ -18,7 +18,6 @@ from megaflow_hpc.campaign.live_jobs import ASK_SLURM_S, trainers, waiting_serve
 from megaflow_hpc.campaign.local import Launcher, living_pods, resolve_launcher
 from megaflow_hpc.campaign.resume import ask_for, mark_gone, repeat
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.extras import require_running
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease
@@ -26,6 +25,7 @@ from megaflow_hpc.monitor.engines import pool_warnings
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.monitor.usage import JobUse, totals
+from megaflow_hpc.resources import require_running
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown

@@ -24,7 +24,7 @@ from megaflow_hpc.environments.images.layers.view import LayerView
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
-from megaflow_hpc.environments.sandbox.rootfs.access import Access
+from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
@@ -121,7 +121,7 @@ class BuildWorkspace:
         elif points is not None:  # below what is written: a place made for a bind would be in the step's layer
             lowers = [points, *lowers]
         spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends)
-        access = Access(
+        rootfs = Rootfs(
             str(lowers[-1]),
             lambda: None,
             copies=self._copies,
@@ -129,7 +129,7 @@ class BuildWorkspace:
             layers=tuple(map(str, lowers[:-1])),
             settings=image.settings + KEEP,
         )
-        return await self._provider.start(spec, access=access)
+        return await self._provider.start(spec, rootfs=rootfs)
 
     def _hosts(self, view: LayerView) -> Path | None:
         """A tree of a file with names of ``localhost``; ``None`` where the image has a link or a stranger's files."""
@@ -199,7 +199,7 @@ class BuildWorkspace:
             return
         layer = self.place("view")
         layer.mkdir()
-        mounted = overlay.lay(lowers, str(layer), f"{layer}.root")
+        mounted = overlay.prepare(lowers, str(layer), f"{layer}.root")
         if mounted is None:
             raise SiteError(f"{layer}: no overlay can be mounted there; set TMPDIR to another local directory")
         yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged

@@ -24,8 +24,7 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.master.loop import Master
-from megaflow_hpc.pod.master.pod import Pod
-from megaflow_hpc.pod.master.walltime import Walltime
+from megaflow_hpc.pod.master.pod import Pod, Walltime
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN, STATE
@@ -72,7 +71,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     """Runs rank 0 from its lease to its last word, which is returned and left for the supervisor.
 
     Raises:
-        MegaflowError: the pod cannot go on.
+        MegaflowError: the pod cannot continue.
     """
     planned = read_run(run)
     check_version(planned, run)
@@ -118,5 +117,5 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         scheduling=config.scheduling,
         learned=planned.learned,
         room=room_per_rank(config.slurm.pods),
-        walltime=Walltime.of(),
+        walltime=Walltime.of_job(),
     )

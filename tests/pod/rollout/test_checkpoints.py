@@ -23,8 +23,8 @@ from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import argv, descendants
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.partial import Partial, new_name
-from megaflow_hpc.pod.rollout.suspension import PARTIAL_BYTES, Suspension
+from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, new_name
+from megaflow_hpc.pod.rollout.preemption import MAX_CHECKPOINT_BYTES, Preemption
 from megaflow_hpc.types import Rollout
 from tests.support import samples
 from tests.support.campaigns import Make
@@ -112,7 +112,7 @@ def log(run: Run) -> str:
     return (run.dir.logs / "pod-local.log").read_text()
 
 
-def partial(run: Run, rollout: str) -> Path:
+def checkpoint_of(run: Run, rollout: str) -> Path:
     """The file that is kept of a rollout."""
     (path,) = run.dir.partial.rglob(new_name(rollout).partition(".")[0] + ".*")
     return path
@@ -128,19 +128,19 @@ def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path
     def kept() -> int:
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
-    def keep(suspension: Suspension, number: int) -> bool:
-        partial = Partial(samples.trajectory(number), 0, [], 1.0, {}, {"recording": {"turns": [1]}})
-        partial.layer = Snapshot(str(tmp_path / "layer"), "image")
-        path = folder / suspension.owner / new_name(str(number))
+    def keep(preemption: Preemption, number: int) -> bool:
+        checkpoint = Checkpoint(samples.trajectory(number), 0, [], 1.0, {}, {"recording": {"turns": [1]}})
+        checkpoint.layer = Snapshot(str(tmp_path / "layer"), "image")
+        path = folder / preemption.owner / new_name(str(number))
         try:
-            partial.write(path, 10**7, suspension._kept())
+            checkpoint.write(path, 10**7, preemption._rank_quota())
         except SandboxError:
             return False
         return True
 
-    first = Suspension(ModelGateway(), folder, 10**7, total)
+    first = Preemption(ModelGateway(), folder, 10**7, total)
     first.owner = "7_0.1"
-    first._kept()
+    first._rank_quota()
     with ThreadPoolExecutor(8) as threads:
         done = list(threads.map(lambda number: keep(first, number), range(8)))
     assert sum(done) <= 3
@@ -148,11 +148,11 @@ def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path
     while keep(first, 9):
         done.append(True)
     assert sum(done) == 3, "what was written in vain was given back"
-    again = Suspension(ModelGateway(), folder, 10**7, total)
+    again = Preemption(ModelGateway(), folder, 10**7, total)
     again.owner = first.owner
     assert not keep(again, 10)
     next((folder / "7_0.1").iterdir()).unlink()  # somebody went on with it
-    later = Suspension(ModelGateway(), folder, 10**7, total)
+    later = Preemption(ModelGateway(), folder, 10**7, total)
     later.owner = first.owner
     assert keep(later, 11)
     assert not keep(later, 12)
@@ -161,7 +161,7 @@ def test_what_is_kept_is_bounded_for_the_rank_over_all_its_starts(tmp_path: Path
 
 @pytest.mark.slow
 def test_rollouts_that_are_too_large_to_keep_start_anew_and_say_so(start: Begin) -> None:
-    large = f"head -c {PARTIAL_BYTES + 10**6} /dev/urandom > /large"
+    large = f"head -c {MAX_CHECKPOINT_BYTES + 10**6} /dev/urandom > /large"
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 1, before=large)
     drain(run, mark, 2)
     assert not [path for path in run.dir.partial.rglob("*") if path.is_file() and path.suffix != ".json"]
@@ -200,7 +200,7 @@ def test_rollouts_go_on_where_their_allocation_ended(start: Begin) -> None:
     run, mark = start(f"model: {{{ENGINE}}}\n{SCHEDULE}", 2)
     drain(run, mark, 3)
     assert not run.ledger.finished
-    damaged = partial(run, "task1/default/0")
+    damaged = checkpoint_of(run, "task1/default/0")
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
