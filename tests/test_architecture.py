@@ -122,7 +122,7 @@ DOORS: dict[str, str] = {
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "report/charts config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "report/charts": "report",
-    "cli/runs": "cli cli/view campaign config environments ledger monitor pod/rollout report report/charts rundir "
+    "cli/runs": "cli cli/view campaign config environments ledger monitor pod/rollout report rundir "
     "tasks trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
