@@ -314,12 +314,10 @@ NEUTRAL: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of a policy, and the handling of calls that differ from them."""
+    """Sampling settings of a policy."""
 
     settings: Mapping[str, float] = field(default_factory=lambda: dict(NEUTRAL))
     """A value for every name in :data:`NEUTRAL`."""
-    refuse: bool = False
-    """Refuse constrained calls. Otherwise they are answered, and their tokens get loss mask 0."""
 
     @property
     def unusual(self) -> dict[str, float]:

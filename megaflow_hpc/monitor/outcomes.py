@@ -133,22 +133,22 @@ class Outcomes:
         stored = self._recent.total()
         return stored / max(1.0, now - min(self._recent)) if stored >= 2 else 0.0
 
-    def policies(self, evaluation: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def policies(self, pass_threshold: float) -> dict[str, dict[str, Any]]:
         """Returns the figures of each policy, over the listed rollouts: call it if all are listed.
 
         Args:
-            evaluation: the section ``evaluation`` of the campaign file.
+            pass_threshold: minimum reward of a passed rollout.
         """
         by_policy: dict[str, list[RolloutEvent]] = {}
         for event in self._kept.values():
             by_policy.setdefault(policy_of(event.id), []).append(event)
-        return {policy: self._figures(policy, events, evaluation) for policy, events in sorted(by_policy.items())}
+        return {policy: self._figures(policy, events, pass_threshold) for policy, events in sorted(by_policy.items())}
 
-    def _figures(self, policy: str, events: list[RolloutEvent], evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    def _figures(self, policy: str, events: list[RolloutEvent], pass_threshold: float) -> dict[str, Any]:
         by_task: dict[str, list[float | None]] = {}
         for event in events:
             by_task.setdefault(_task_of(event.id), []).append(event.reward)
-        evaluated = evaluate(by_task, **evaluation)
+        evaluated = evaluate(by_task, threshold=pass_threshold)
         rewards = [event.reward for event in events if event.reward is not None]
         return {
             "rollouts": len(events),

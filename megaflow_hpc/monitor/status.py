@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import COORDINATOR, Leader
@@ -50,7 +51,7 @@ class Monitor:
         self.name, self._planned = planned.name, planned.total
         self._added: dict[str, int] = {}
         """Record of a batch that was added to the plan → its rollouts."""
-        self._evaluation: dict[str, Any] = planned.campaign.get("evaluation") or {}
+        self._pass_threshold = pass_threshold_of(planned.campaign)
         self._marks = Marks(run)
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
         training = planned.config.training if planned.campaign.get("training") else None
@@ -133,7 +134,7 @@ class Monitor:
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Returns the figures of each policy, over the listed rollouts: after :meth:`settle`, over all."""
-        return self._outcomes.policies(self._evaluation)
+        return self._outcomes.policies(self._pass_threshold)
 
     def at_work(self) -> list[tuple[str, float]]:
         """Returns the job id of its pod and the start time (seconds UTC) of each running rollout."""

@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megaflow_hpc.config import resolved
-from megaflow_hpc.config.sections import EvaluationConfig
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.monitor.training import SHOWN
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
@@ -131,10 +129,9 @@ class LoadedRun:
 
     def _figures(self, path: Path, record: RunRecord, uses: Sequence[JobUse], prices: Prices) -> RunFigures:
         rows, events = self.rollouts, self.events
-        settings = evaluation_of(record, self.store)
-        self.threshold = settings.threshold
+        self.threshold = threshold_of(record, self.store)
         """Minimum reward of a rollout that has passed."""
-        policies = [policy_figures(rows, name, settings) for name in rows.policy.names]
+        policies = [policy_figures(rows, name, self.threshold) for name in rows.policy.names]
         began = seconds = tail_seconds = 0.0
         if len(rows):
             ended = np.sort(rows.finished_at)
@@ -167,7 +164,7 @@ class LoadedRun:
             unphased=int((rows.carried_out & np.isnan(rows.phases["environment"])).sum()),
             concurrency=concurrency_of(rows, events, total, grows),
             pods=pods_of(rows, events),
-            tasks=tasks_of(rows, settings.threshold),
+            tasks=tasks_of(rows, self.threshold),
             failures=failures_of(rows),
             failures_by_kind=counted(rows.error_kind.names, rows.error_kind.codes[failed]),
             failures_by_node=counted(rows.node.names, rows.node.codes[failed]),
@@ -197,15 +194,12 @@ def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices
         return loaded.figures
 
 
-def evaluation_of(record: RunRecord, store: TrajectoryStore) -> EvaluationConfig:
-    """Returns the campaign's section ``evaluation``, or the default if the file has none."""
+def threshold_of(record: RunRecord, store: TrajectoryStore) -> float:
+    """Returns the campaign's ``pass_threshold``, or the default if the file has no campaign."""
     campaign = record.campaign
     if not campaign and isinstance(store.source, Hdf5Source):
-        campaign = attribute(store.source.file, "config")
-    try:
-        return resolved(EvaluationConfig, campaign.get("evaluation") or {})
-    except ConfigError:
-        return EvaluationConfig()
+        campaign = attribute(store.source.file, "config") or {}
+    return pass_threshold_of(campaign)
 
 
 def to_builtins(figures: Any) -> Any:

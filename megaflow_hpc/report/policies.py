@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megaflow_hpc.config.sections import EvaluationConfig
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
 from megaflow_hpc.report.series import Bin, Floats, Spread, edges_of, histogram, significant, spread
@@ -100,7 +99,7 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     """Median duration."""
 
 
-def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig) -> PolicyFigures:
+def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:
     """Returns the figures of one policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
@@ -108,7 +107,7 @@ def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig
         by_task.setdefault(rows.task.names[task], []).append(None if math.isnan(reward) else reward)
     max_samples = max((len(rewards) - rewards.count(None) for rewards in by_task.values()), default=0)
     ks = _ks(max_samples)
-    curve = evaluate(by_task, ks, settings.threshold) if ks else None
+    curve = evaluate(by_task, ks, threshold) if ks else None
     ran = own & rows.carried_out
     tokens = rows.tokens.astype(np.float64)
     turns = rows.turns.astype(np.float64)
@@ -120,7 +119,7 @@ def policy_figures(rows: RolloutColumns, policy: str, settings: EvaluationConfig
         policy=policy,
         rollouts=int(own.sum()),
         states={state: int((own & rows.status.where(state)).sum()) for state in STATES},
-        evaluation=evaluate(by_task, tuple(settings.ks), settings.threshold),
+        evaluation=evaluate(by_task, threshold=threshold),
         pass_at=[PassAt(k=int(k), **point) for k, point in curve["pass_at"].items()] if curve else [],
         rewards=histogram(rows.reward[own], edges_of(rows.reward, 20)),
         tokens=spread(tokens[ran]),

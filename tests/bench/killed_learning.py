@@ -1,6 +1,6 @@
 """A learning run in which the trainer and then the pod are killed, beside one that nothing interrupts.
 
-    cd FOLDER; python -m tests.bench.killed_learning [--steps 6] [--mode bounded:2]
+    cd FOLDER; python -m tests.bench.killed_learning [--steps 6] [--staleness 2]
 
 FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/base``. Real vLLM, real sandboxes,
 without Slurm. The trainer gets a SIGKILL after a third of the steps and is started again by itself; the pod gets one
@@ -44,11 +44,11 @@ def until(found: Callable[[], object], process: subprocess.Popen[str], what: str
         time.sleep(0.2)
 
 
-def learn(steps: int, mode: str) -> RunDir:
+def learn(steps: int, staleness: str) -> RunDir:
     """Runs the campaign, and kills trainer and pod on the way; returns it when all steps are done."""
     environment = {**os.environ, **SMALL}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "learn.py", "--local", "--steps", str(steps), "--mode", mode]
+    command = [sys.executable, "learn.py", "--local", "--steps", str(steps), "--staleness", staleness]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout
         said = next(line for line in running.stdout if line.startswith("run directory: "))
@@ -93,9 +93,9 @@ def tensors(run: RunDir, step: int) -> dict[str, bytes]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="a learning run with kills, and the same without")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--mode", default="bounded:2")
+    parser.add_argument("--staleness", default="2")
     arguments = parser.parse_args()
-    run = learn(arguments.steps, arguments.mode)
+    run = learn(arguments.steps, arguments.staleness)
     taken = trained_on(TrainingFiles(run, "default"))
     killed, whole = tensors(run, arguments.steps), tensors(alone(run), arguments.steps)
     pods = len(list(Ledger(run).leases()))

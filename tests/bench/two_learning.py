@@ -1,6 +1,6 @@
 """Two policies that learn in one campaign, each with a real vLLM and a trainer of its own, over real sandboxes.
 
-    cd FOLDER; python -m tests.bench.two_learning [--steps 10] [--mode bounded:1] [--lasting 10 --slots 76]
+    cd FOLDER; python -m tests.bench.two_learning [--steps 10] [--staleness 1] [--lasting 10 --slots 76]
 
 FOLDER is what ``launchers/learn`` works in: ``launchers/learning`` with ``models/base``. Without Slurm. It prints each
 one's mean rewards by step, how many rollouts were trained on, twice, or by the other's trainer, and the mean seconds
@@ -29,14 +29,14 @@ WARM = 2
 def main() -> int:
     parser = argparse.ArgumentParser(description="two policies that learn at once")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--mode", default="bounded:1")
+    parser.add_argument("--staleness", default="1")
     parser.add_argument("--lasting", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--slots", type=int, default=24, help="of both together")
     parser.add_argument("--optimizer", type=json.loads, default={}, metavar="JSON", help="of launchers/learn, changed")
     asked = parser.parse_args()
     import learn  # type: ignore[import-not-found]
 
-    words = learn.read(["--local", "--steps", str(asked.steps), "--mode", asked.mode])
+    words = learn.read(["--local", "--steps", str(asked.steps), "--staleness", asked.staleness])
     campaign = learn.fields(words, Path("campaign.yaml").read_text(), os.environ["MEGAFLOW_TEST_BASE_SIF"], {})
     campaign["slurm"]["pods"]["slots_per_rank"] = asked.slots
     if asked.lasting:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.campaign import plan, tally
+from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.planning import draft
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
@@ -37,7 +37,7 @@ LONG: dict[str, list[Any]] = {
     "run {campaign} --launcher local --dry-run": [draft.expand],
     "gather {run} --rebuild": [gather.gather],
     "status {run}": [Monitor.status],
-    "resume {run} --launcher local": [gather.gather, tally.recount],  # each poll shows the status
+    "resume {run} --launcher local": [gather.gather, Run._recount],  # each poll shows the status
     "cancel {run}": [Monitor.status],
     "validate {run}": [validate.validate],
     "verify {run}": [validate.verify],

@@ -74,7 +74,7 @@ waits for 25 s then."""
 def test_starts_that_walltimes_end_are_not_counted_as_crashes_and_what_none_holds_goes_on_in_a_longer_one(
     make_campaign: Make, tmp_path: Path
 ) -> None:
-    short = PODS.replace("time: 10", "time: 2") + "scheduling: {cuts: 0}\n"
+    short = PODS.replace("time: 10", "time: 2").replace("requeues: 0", "requeues: 1")  # fails after two walltimes
     text = make_campaign(1, short, agent="oracle", solution=f"sleep {LONG_S}; echo 42 > answer").read_text()
     (tmp_path / "tasks").rename(tmp_path / "long-tasks")
     long, path = tmp_path / "long.yaml", tmp_path / "long"
@@ -91,7 +91,7 @@ def test_starts_that_walltimes_end_are_not_counted_as_crashes_and_what_none_hold
     assert {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]} == {"0", "1"}
     assert "0 of 0 in a row that stored nothing" in next(run.dir.logs.glob("pod-*.log")).read_text()
 
-    said, _ = ended.communicate(timeout=240)
+    said, _ = ended.communicate(timeout=400)
     assert (ended.returncode, json.loads(said)["rollouts"]["failed"]) == (1, 1)
     cut = only(path)
     assert (cut.status, cut.error_kind) == ("failed", "walltime")
@@ -100,7 +100,7 @@ def test_starts_that_walltimes_end_are_not_counted_as_crashes_and_what_none_hold
     assert again.returncode == 0, again.stderr
     whole = only(path)
     assert (whole.status, whole.reward) == ("completed", 1)
-    assert whole.attempts[-1].finished_at - whole.attempts[-1].started_at > LONG_S
+    assert max(attempt.finished_at - attempt.started_at for attempt in whole.attempts) > LONG_S
 
 
 def test_pods_that_never_start_are_named_with_their_cause(make_campaign: Make) -> None:

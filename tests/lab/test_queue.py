@@ -103,7 +103,7 @@ def test_run_status_and_watch_say_why_each_pod_waits(make_campaign: Make, crowde
     given = [{"partition": "gpu", **pool} for pool in pools]
     section = pods(count=1).replace("time: 10", f"time: 10, pools: {json.dumps(given)}")
     mail = {"mail-user": "ada@site.example", "mail-type": "END,FAIL"}
-    campaign = make_campaign(16, f"{section}  gather: {{extra: {json.dumps(mail)}}}\n")
+    campaign = make_campaign(16, f"{section}  gather: {json.dumps(mail)}\n")
     words = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--run-dir", str(tmp_path / "run")]
     with (tmp_path / "said").open("w") as said:
         following = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said)

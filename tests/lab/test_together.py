@@ -17,7 +17,7 @@ from tests.support.places import ROOT
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
-MODEL = "model: {engine: scripted, script: answers.yaml, gpus: 0, servers: {min: 2, max: 2}}\n"
+MODEL = "model: {engine: scripted, script: answers.yaml, gpus: 0, servers: 2}\n"
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm"), pytest.mark.tim
 LEARNING = """\
 samples: 2
 model: {engine: scripted, script: answers.yaml, gpus: 0}
-training: {policies: {default: {}}, batch: {tasks: 2}, mode: synchronous, steps: 3}
+training: {policies: {default: {}}, batch: 2, staleness: 0, steps: 3}
 slurm:
   pods: {partition: cpu, count: 1, ranks_per_node: 2, slots_per_rank: 2, mem_gb: 1, time: 20}
   servers: {partition: gpu, time: 20}

@@ -431,7 +431,7 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
             "pods": {"partition": "cpu", "pools": [*pools, {"partition": "cpu,gpu"}, {"cluster": "other"}]},
             "servers": {"partition": "gpu", "extra": {"qos": "long"}},
             "trainer": {"extra": {"qos": "brief"}},
-            "gather": {"extra": {"qos": "brief"}},
+            "gather": {"qos": "brief"},
         },
     }  # fmt: skip
     campaign, run = config.parse(wanted), RunDir(tmp_path)

@@ -62,9 +62,7 @@ class Servers:
     def serve(self, number: int, *options: str, **env: str) -> None:
         """Starts the wrapper of an element that run.json contains."""
         self.entries = self.entries or read_run(self.run).servers
-        quickly = ["--backoff-s", "0.2"]  # explicit options come later and win
-        if "poll_s" not in self.entries[number].model.get("weights", {}):
-            quickly += ["--poll-s", "0.2"]
+        quickly = ["--backoff-s", "0.2", "--poll-s", "0.2"]  # explicit options come later and win
         command = [sys.executable, "-m", "megaflow_hpc.model.server", str(self.run), *quickly, *options]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environment |= {"SLURM_ARRAY_TASK_ID": str(number), **env}

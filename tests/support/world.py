@@ -72,6 +72,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     ranks.LOST_S = settings.pop("lost_s", ranks.LOST_S)
     hangs, open_s = settings.pop("hangs", False), settings.pop("open_s", None)
     run_io.LOOP_HANGS_S = settings.pop("hangs_s", 1.0 if hangs else run_io.LOOP_HANGS_S)
+    results.MAX_INTERRUPTIONS = settings.pop("max_interruptions", 16)
     settings["scheduling"] = SchedulingConfig(**settings.get("scheduling", {}))
     settings["limits"] = LimitsConfig(**settings.get("limits", {}))
     results.SYSTEMATIC_LAST = settings.pop("systematic_last", 10**6)

@@ -158,7 +158,7 @@ def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         base_url=given.removesuffix("/v1"),
         api_url=given if urlsplit(given).path else f"{given}/v1",
         key=_key_file(model.get("api_key_file")),
-        model_name=str(model.get("name") or options.get("model") or model.get("path") or policy),
+        model_name=str(options.get("model") or model.get("path") or policy),
         protocol=str(options.get("protocol", "text")),  # "plain" if it is a vLLM
         start_timeout_s=120.0,
     )

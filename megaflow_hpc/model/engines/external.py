@@ -81,9 +81,9 @@ async def _complete(launch: Launch, ask: Ask, listed: list[str]) -> None:
             return
         _check(launch, path, status, text)
         refusals.append(f"{launch.url(path)} {failure.REFUSED}: HTTP {status}: {_short(text)}")
-    remedy = "check model.base_url, to which /chat/completions is added, and model.name"
+    remedy = "check model.base_url, to which /chat/completions is added, and model.path"
     if listed:
-        remedy = f"it lists {', '.join(listed[:20])}: check model.name"
+        remedy = f"it lists {', '.join(listed[:20])}: check model.path"
     raise ModelServiceError(f"{refusals[0]}; {remedy}")
 
 

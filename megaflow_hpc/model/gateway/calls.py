@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
 from megaflow_hpc.errors import ModelServiceError
@@ -16,7 +15,7 @@ from megaflow_hpc.model.gateway import protocols
 from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.conversations import AskedPrompt
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, messages
-from megaflow_hpc.model.gateway.dialects.options import constraints, engine_request
+from megaflow_hpc.model.gateway.dialects.options import engine_request, is_constrained
 from megaflow_hpc.model.gateway.engine_call import EngineRequest, RefusedCall
 from megaflow_hpc.model.gateway.failover import Answered, Ask, Caller
 from megaflow_hpc.model.gateway.http_messages import (
@@ -103,7 +102,7 @@ class Calls:
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         asked = await offload(size, self._convert, rollout, path, dialect.request, body)
         request = self._engine_request(rollout, path, asked, size)
-        request = request._replace(free=self._is_free(request))
+        request = request._replace(free=not is_constrained(request.body, request.sampling.settings))
         try:
             async with rollout.reserved(asked, request.choices) as limit:
                 if rollout.suspended:  # while this call waited for budget
@@ -146,22 +145,6 @@ class Calls:
         policy = self._policy(rollout, asked)
         sampling, keep = self._sampling.get(policy, Sampling()), policy in self._keep_thoughts
         return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep)
-
-    def _is_free(self, request: EngineRequest) -> bool:
-        """Returns whether the request leaves the tokens to the policy.
-
-        Raises:
-            CallError: It does not, and the campaign refuses such requests.
-        """
-        constrained = constraints(request.body, request.sampling.settings)
-        if constrained and request.sampling.refuse:
-            option, value, own = constrained[0]
-            raise CallError(
-                400,
-                f"{option}: {orjson.dumps(value).decode():.200}: tokens of policy {request.policy!r} are trained on, "
-                f"and are sampled with {option} {own}; leave it out (training.constrained of the campaign file)",
-            )
-        return not constrained
 
     async def _respond(
         self,

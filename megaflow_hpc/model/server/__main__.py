@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.descriptors import raise_limit
 from megaflow_hpc.model.server.registration import assignment
-from megaflow_hpc.model.server.server import BACKOFF_S, HEARTBEAT_S, IDLE_S, EngineServer
+from megaflow_hpc.model.server.server import BACKOFF_S, HEARTBEAT_S, IDLE_S, POLL_S, EngineServer
+from megaflow_hpc.model.server.weight_updates import poll_interval_s
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.texts import printable
@@ -45,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
 
         async def serve() -> int:
-            times = {"poll_s": arguments.poll_s, "beat_s": arguments.beat_s, "backoff_s": arguments.backoff_s}
+            times = {
+                "poll_s": arguments.poll_s or POLL_S,
+                "weights_poll_s": arguments.poll_s or poll_interval_s(planned, what.policy),
+                "beat_s": arguments.beat_s,
+                "backoff_s": arguments.backoff_s,
+            }
             return await EngineServer(run, what, idle_s=idle_s, **times, caps=pool).run()
 
         return asyncio.run(serve())

@@ -7,9 +7,8 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 QUEUE_LENGTH = 4.0
 """Mean number of requests in an engine's queue at which a server is added, if they also wait long."""
@@ -28,11 +27,12 @@ class Load:
     """Seconds until the last of them starts, at the rate of the past half minute."""
 
 
-def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int:
+def wanted(least: int, most: int, loads: Iterable[Load], asking: bool) -> int:
     """Returns the number of servers that a policy should have.
 
     Args:
-        count: The campaign's ``servers`` section: ``min`` and ``max``.
+        least: Number of servers that start with the campaign.
+        most: Maximum number of servers.
         loads: Loads of the servers that answer now.
         asking: True if rollouts of the policy are left to run.
     """
@@ -40,9 +40,9 @@ def wanted(count: Mapping[str, Any], loads: Iterable[Load], asking: bool) -> int
     if not asking:
         return 0
     if not loads:
-        return max(1, int(count["min"]))
+        return max(1, least)
     waiting = sum(load.waiting for load in loads) / len(loads)
     seconds = sum(load.wait_s for load in loads) / len(loads)
     if waiting >= QUEUE_LENGTH and seconds >= QUEUE_WAIT_S:
-        return min(int(count["max"]), len(loads) + max(1, len(loads) // 2))
+        return min(most, len(loads) + max(1, len(loads) // 2))
     return max(len(loads), 1)

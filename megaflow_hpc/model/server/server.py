@@ -39,7 +39,7 @@ from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
 from megaflow_hpc.model.server.sleep import Sleeper
 from megaflow_hpc.model.server.tenants import Tenants
-from megaflow_hpc.model.server.weight_updates import WeightUpdater
+from megaflow_hpc.model.server.weight_updates import POLL_INTERVAL_S, WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
 from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -80,8 +80,8 @@ class EngineServer:
         run: The campaign's run directory.
         what: Model and name of this server.
         idle_s: Seconds without a request, after the first one, until the server leaves.
-        poll_s: Seconds between two polls of the run directory and of the weights' pointer. Default: 5, and the
-            ``poll_s`` of the model section for the pointer.
+        poll_s: Seconds between two polls of the run directory.
+        weights_poll_s: Seconds between two polls of the pointer to the weights.
         beat_s: Seconds between two heartbeats.
         backoff_s: Seconds before the second start in a row; five times as many before the third.
         caps: The ``pool`` section of a campaign that is a pool, otherwise ``None``.
@@ -93,19 +93,19 @@ class EngineServer:
         what: Assignment,
         *,
         idle_s: float = IDLE_S,
-        poll_s: float | None = None,
+        poll_s: float = POLL_S,
+        weights_poll_s: float = POLL_INTERVAL_S,
         beat_s: float = HEARTBEAT_S,
         backoff_s: float = BACKOFF_S,
         caps: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
-        self.poll_s, self.backoff_s = POLL_S if poll_s is None else poll_s, backoff_s
+        self.poll_s, self.weights_poll_s, self.backoff_s = poll_s, weights_poll_s, backoff_s
         pool = EnginePool(run.path) if caps is not None else None
         self.files = Registration(run, what, pool)
         self._tenants = Tenants(pool, caps) if pool is not None and caps is not None else None
         self._proxy = Proxy(tenants=self._tenants)
         self.weights = WeightUpdater(run, what, self._proxy)
-        self.weights_poll_s = self.weights.poll_s if poll_s is None else poll_s
         gpus = int(what.model.get("gpus") or 0) * int(what.model.get("nodes") or 1)
         self._meter = Meter(run, what.name, gpus_of(gpus))
         self._leave = asyncio.Event()

@@ -144,11 +144,13 @@ class Tenants:
 
     Args:
         pool: Lists the members' keys.
-        caps: The campaign's ``pool`` section, with ``in_flight`` and ``users``.
+        settings: The campaign's ``pool`` section: ``in_flight``, and the users' ``weights``.
     """
 
-    def __init__(self, pool: EnginePool, caps: Mapping[str, Any]) -> None:
-        self._pool, self._caps = pool, caps
+    def __init__(self, pool: EnginePool, settings: Mapping[str, Any]) -> None:
+        self._pool = pool
+        self._max_in_flight: int | None = settings.get("in_flight")
+        self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
         """Digest of a key → its user."""
         self._queue = FairQueue(DEFAULT_SLOTS)
@@ -176,10 +178,6 @@ class Tenants:
 
     @contextlib.asynccontextmanager
     async def admit(self, name: str) -> AsyncIterator[None]:
-        """Waits until the caps and the queue admit a request of this user. The request is made inside the context."""
-        caps = dict((self._caps.get("users") or {}).get(name) or {})
-        max_slots = caps.get("in_flight")
-        if max_slots is None:
-            max_slots = self._caps.get("in_flight")
-        async with self._queue.turn(name, float(caps.get("weight") or 1.0), max_slots):
+        """Waits until the cap and the queue admit a request of this user. The request is made inside the context."""
+        async with self._queue.turn(name, self._weights.get(name, 1.0), self._max_in_flight):
             yield

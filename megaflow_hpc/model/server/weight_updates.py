@@ -1,8 +1,8 @@
 """Changes an engine server from one version of its policy's weights to the next without losing a request.
 
-``RUN/weights/current.<policy>.json`` names the version to serve. A server polls it every ``poll_s`` seconds. It loads
-another version in place if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds
-requests back, so that each is sampled by one version:
+``RUN/weights/current.<policy>.json`` names the version to serve. A server polls it. It loads another version in place
+if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds requests back, so that each is
+sampled by one version:
 
 ``running: finish``     requests being sampled are answered by the old version first.
 ``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
@@ -42,17 +42,31 @@ from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
-POLL_S = 5.0
-"""Default seconds between two polls of the pointer."""
+POLL_INTERVAL_S = 5.0
+"""Seconds between two polls of the pointer, if the campaign does not train the policy."""
+TRAINED_POLL_INTERVAL_S = 0.5
+"""Seconds between two polls, if it does. Half of this interval is part of the delay of a new version."""
+MAX_POLLS_PER_S = 100
+"""Polls per second of all servers of a policy. Each opens a file on the shared file system."""
 STALE_S = 100.0
 """Seconds without a new heartbeat (three periods) after which other servers do not wait for a server."""
 RESTART_S = 900.0
 """Seconds for which other servers wait for a server that restarts its engine."""
 LOAD_TIMEOUT_S = 1800.0
 """Timeout of one step of loading, enough for a large model from a busy file system."""
+
+
+def poll_interval_s(record: RunRecord, policy: str) -> float:
+    """Returns the seconds between two polls of the pointer by each server of ``policy``."""
+    trained = (record.campaign.get("training") or {}).get("policies") or ()
+    if policy not in trained:
+        return POLL_INTERVAL_S
+    servers = sum(server.policy == policy for server in record.servers)
+    return max(TRAINED_POLL_INTERVAL_S, servers / MAX_POLLS_PER_S)
 
 
 class WeightUpdater:
@@ -68,8 +82,6 @@ class WeightUpdater:
         settings: Mapping[str, Any] = what.model.get("weights") or {}
         self.continues = settings.get("running", "finish") == "continue"
         self._rolling = settings.get("update", "rolling") == "rolling"
-        self.poll_s = float(settings.get("poll_s") or POLL_S)
-        """Seconds between two polls of the pointer."""
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
         """Version that this server could not load → cause."""

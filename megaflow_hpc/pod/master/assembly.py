@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.config import CampaignConfig
-from megaflow_hpc.config.quotas import slots_of_rank
 from megaflow_hpc.config.slurm import CPUS_PER_RANK, PodsConfig
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import Identity
@@ -60,8 +59,7 @@ def identity() -> PodIdentity:
 def slots_per_rank(config: CampaignConfig) -> int:
     """Returns the rollouts that a worker rank runs at once."""
     pods = config.slurm.pods
-    given = pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
-    return slots_of_rank(given, config.quotas, pods)
+    return pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
 
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:

@@ -18,7 +18,14 @@ from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.master.storing import PendingResult
 from megaflow_hpc.pod.outcome import Outcome, attempt_of
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.failures import SYSTEMATIC_LAST, TOO_SHORT, Blame, Pattern, may_retry
+from megaflow_hpc.pod.scheduling.failures import (
+    MAX_INTERRUPTIONS,
+    SYSTEMATIC_LAST,
+    TOO_SHORT,
+    Blame,
+    Pattern,
+    may_retry,
+)
 from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.pod.scheduling.work import Work
@@ -223,17 +230,16 @@ class Results:
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
         """Returns why a rollout that was cut short fails, empty while it has another attempt."""
-        most = self._pod.scheduling.cuts
         if history.too_short >= TOO_SHORT:
             return (
                 f"the walltime ended it {history.too_short} times in a row after most of the "
                 f"{self._pod.walltime.whole_s:.0f} s that an allocation leaves it, and it starts anew each time; ask "
                 "for more (megaflow-hpc resume RUN --failed --time D-HH:MM:SS), or bound its agent (timeout_s)"
             )
-        if history.cuts > most:
+        if history.cuts > MAX_INTERRUPTIONS:
             return (
-                f"allocations ended {history.cuts} times before it did (scheduling.cuts: {most}); {outcome.error}; try "
-                "it again in longer ones (megaflow-hpc resume RUN --failed --time D-HH:MM:SS)"
+                f"allocations ended {history.cuts} times before it did; {outcome.error}; try it again in longer ones "
+                "(megaflow-hpc resume RUN --failed --time D-HH:MM:SS)"
             )
         return ""
 

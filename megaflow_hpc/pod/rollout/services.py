@@ -60,7 +60,7 @@ class Services:
             replays=_replays(policies),
             media_domains={name: model.media_domains for name, model in models.items()},
             keep_thoughts=[name for name, model in models.items() if model.thoughts == "keep"],
-            sampling=sampling_of(config, policies),
+            sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
         )
         await gateway.start()
         agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
@@ -71,17 +71,6 @@ class Services:
         self.agents.close()
         await self.provider.close()
         await self.gateway.stop()
-
-
-def sampling_of(config: CampaignConfig, policies: Mapping[str, Policy]) -> dict[str, Sampling]:
-    """Returns each policy's sampling settings, and whether its constrained calls are refused."""
-    training = config.training
-    refusing = training.policies if training and training.constrained == "refuse" else {}
-    return {
-        name: Sampling(policy.model.sampling.model_dump(), name in refusing)
-        for name, policy in policies.items()
-        if policy.model
-    }
 
 
 class StoredRecordings:

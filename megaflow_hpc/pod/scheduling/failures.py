@@ -12,11 +12,11 @@ cause              stored as     retries  meaning
 ``sandbox-lost``   sandbox       2        the sandbox was lost while it was needed
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
-``walltime``       not stored    cuts     the allocation ended first; the rollout goes back with its block
-``preemption``     not stored    cuts     Slurm preempted the allocation; the rollout goes back with its block
+``walltime``       not stored    16       the allocation ended first; the rollout goes back with its block
+``preemption``     not stored    16       Slurm preempted the allocation; the rollout goes back with its block
 =================  ============  =======  ==========================================================================
 
-The last two are not failures. They are kept as attempts. ``scheduling.cuts`` limits them for a rollout, and
+The last two are not failures. They are kept as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
 ``slurm.requeues`` for an element of the array. A rollout that had most of a walltime :data:`TOO_SHORT` times in a row,
 without a checkpoint, needs a longer one and fails at once.
 
@@ -53,6 +53,8 @@ RULES: dict[str, Rule] = {
     "user": Rule("user", 0),
 }
 
+MAX_INTERRUPTIONS = 16
+"""Interruptions by the end of an allocation after which a rollout fails."""
 TOO_SHORT = 2
 """Walltimes in a row that may end a rollout which had most of each. Then it fails: it needs a longer one."""
 MAX_FAILURES = 6

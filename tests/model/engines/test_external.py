@@ -81,7 +81,7 @@ def start(servers: Servers, url: str, name: str = "one", **changes: Any) -> int:
     key = servers.run.path.parent / "key"
     key.write_text(f"{KEY}\n")
     key.chmod(0o600)
-    return servers.start({"engine": "external", "base_url": url, "name": name, "api_key_file": str(key), **changes})
+    return servers.start({"engine": "external", "base_url": url, "path": name, "api_key_file": str(key), **changes})
 
 
 @in_loop
@@ -144,9 +144,9 @@ async def test_what_no_later_start_would_mend_ends_at_once_with_its_cause(server
 
 
 def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path) -> None:
-    section: dict[str, Any] = {"engine": "external", "base_url": "https://models.site.edu/openai", "name": "gpt"}
+    section: dict[str, Any] = {"engine": "external", "base_url": "https://models.site.edu/openai", "path": "gpt"}
     (kind,) = parse({"name": "x", "model": section, "pool": {}}).policies()["default"].model.kinds()  # type: ignore[union-attr]
-    assert (kind.gpus, kind.name) == (0, "gpt")
+    assert (kind.gpus, kind.path) == (0, "gpt")
     also = {"engine": "vllm", "path": "/m", "gpus": 2, "also": [{"engine": "external", "base_url": "http://h"}]}
     policy = parse({"name": "x", "model": also, "pool": {}}).policies()["default"]
     assert [kind.gpus for kind in policy.model.kinds()] == [2, 0]  # type: ignore[union-attr]
@@ -156,7 +156,7 @@ def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path
     }.items():
         with pytest.raises(ConfigError, match=said):
             parse({"name": "x", "model": {**section, "base_url": wrong}, "pool": {}})
-    with pytest.raises(ConfigError, match="name: is for engine external"):
+    with pytest.raises(ConfigError, match=r"model\.name: this key was removed: write .* as path"):
         parse({"name": "x", "model": {"path": "/m", "name": "x"}, "pool": {}})
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o644)

@@ -31,7 +31,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> plan.Plan:
+def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> draft.Draft:
     (tmp_path / "m").mkdir(exist_ok=True)
     policies = {f"p{n}": {"path": "m", **model} for n, model in enumerate(models)}
     return plan.make(config.parse({"name": "x", "models": policies, "pool": {}, "slurm": slurm}), tmp_path, str)
@@ -39,7 +39,7 @@ def planned(tmp_path: Path, *models: dict[str, Any], **slurm: Any) -> plan.Plan:
 
 def test_a_server_of_several_nodes_is_an_element_of_so_many_tasks_one_on_each(tmp_path: Path) -> None:
     made = planned(
-        tmp_path, {"gpus": 8}, {"gpus": 8, "nodes": 2, "servers": {"max": 3}}, servers={"extra": {"exclusive": True}}
+        tmp_path, {"gpus": 8}, {"gpus": 8, "nodes": 2, "servers": [1, 3]}, servers={"extra": {"exclusive": True}}
     )
     run = RunDir(tmp_path / "run")
     jobs = list(arrays.server_jobs(made.config, run, made.server_groups, Allowance(1000)))

@@ -202,27 +202,6 @@ async def test_an_engine_that_tells_no_tokens_is_told_what_is_not_neutral_alone(
     assert {name for name in NEUTRAL if name in engine.bodies[0]} == {"temperature"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/chat/completions", {"temperature": 0.3}, "temperature: 0.3: tokens of policy 'default' are trained on"),
-        ("/messages", {"top_k": 5}, "are sampled with top_k -1"),
-        ("/chat/completions", {"structured_outputs": {"choice": ["x"]}}, 'structured_outputs: {"choice":["x"]}'),
-    ],
-)
-@in_loop
-async def test_a_training_campaign_may_refuse_constrained_calls(path: str, body: dict[str, Any], said: str) -> None:
-    async with served(sampling=Sampling(refuse=True)) as (gateway, engine):
-        model = await gateway.open("t/default/0", "default")
-        status, reply = await ask(model, path, body)
-        assert status == 400
-        assert said in reply["error"]["message"]
-        assert "training.constrained" in reply["error"]["message"]
-        assert (await ask(model, path, {}))[0] == 200
-        assert len(engine.bodies) == 1
-        assert len((await gateway.close("t/default/0")).turns) == 1
-
-
 @in_loop
 async def test_the_same_request_is_judged_by_the_policy_that_it_names() -> None:
     async with ModelGateway(policies=["a", "b"], sampling={"b": Sampling({**NEUTRAL, "temperature": 0.5})}) as gateway:

@@ -166,11 +166,8 @@ def test_a_members_file_speaks_for_its_owner_alone(pool: RunDir, tmp_path: Path)
     assert list(EnginePool(pool.path).users()) == [own]
 
 
-def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path: Path) -> None:
-    """The caps as a run record has them: every omitted field is null."""
-    section = EnginePoolConfig.model_validate(
-        {"in_flight": 2, "users": {"quick": {"weight": 3}, "many": {"in_flight": 4}}}
-    )
+def test_every_user_has_the_limit_and_an_engine_has_its_own(tmp_path: Path) -> None:
+    section = EnginePoolConfig.model_validate({"in_flight": 2, "weights": {"quick": 3}})
 
     async def most(tenants: Tenants, name: str) -> int:
         inside, found = 0, 0
@@ -188,9 +185,9 @@ def test_a_named_user_has_the_caps_of_all_where_it_has_none_of_its_own(tmp_path:
 
     async def scenario() -> None:
         tenants = Tenants(EnginePool(tmp_path), section.model_dump(mode="json"))
-        assert [await most(tenants, name) for name in ("quick", "many", "other")] == [2, 4, 2]
+        assert [await most(tenants, name) for name in ("quick", "other")] == [2, 2]
         tenants.set_capacity(1)
-        assert await most(tenants, "many") == 1
+        assert await most(tenants, "other") == 1
 
     asyncio.run(scenario())
 
@@ -228,7 +225,7 @@ def test_one_user_floods_a_pool_and_another_of_its_group_is_served_all_the_same(
     script = place / "script.yaml"
     script.write_text(yaml.safe_dump({"default": [{"text": "from the pool", "delay_s": 0.1}]}))
     model = {"engine": "scripted", "script": str(script), "gpus": 0, "args": {"slots": 2}}
-    servers.run = planned(place / "pool", name="pool", model=model, pool={"share": "group"})
+    servers.run = planned(place / "pool", name="pool", model=model, share="group")
     servers.serve(0)
     servers.record(0)
     package = str(Path(plan.__file__).parents[2])

@@ -7,13 +7,11 @@ import asyncio
 import aiohttp
 import pytest
 
-from megaflow_hpc.config.model import ServerCount
 from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.model.server.proxy import QUEUE_METRIC
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
-COUNT = ServerCount(min=0, max=4).model_dump()
 QUICKLY = ("--poll-s", "0.2", "--beat-s", "1")
 BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
 
@@ -33,7 +31,7 @@ BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
     ],
 )
 def test_servers_follow_what_waits(loads: list[Load], asking: bool, expected: int) -> None:
-    assert wanted(COUNT, loads, asking) == expected
+    assert wanted(0, 4, loads, asking) == expected
 
 
 def test_queues_are_read_from_the_engines_own_metrics() -> None:

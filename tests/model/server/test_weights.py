@@ -21,11 +21,10 @@ from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.model.engines.adapters import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
-from megaflow_hpc.model.server.server import EngineServer
-from megaflow_hpc.model.server.weight_updates import WeightUpdater
+from megaflow_hpc.model.server.weight_updates import WeightUpdater, poll_interval_s
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, read_run, write_run
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
 from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
 from tests.support.reported import answered
@@ -167,13 +166,14 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
     assert updater.model(published) == model, "it lies on the campaign's own model"
 
 
-@pytest.mark.parametrize(("weights_of_model", "expected"), [({"poll_s": 0.5}, 0.5), ({"poll_s": None}, 5.0), ({}, 5.0)])
-def test_servers_look_for_weights_as_often_as_the_model_section_says(
-    run: RunDir, weights_of_model: dict[str, Any], expected: float
+@pytest.mark.parametrize(("policy", "servers", "expected"), [("a", 1, 0.5), ("a", 200, 2.0), ("b", 1, 5.0)])
+def test_servers_of_a_trained_policy_poll_often_and_not_too_often_together(
+    policy: str, servers: int, expected: float
 ) -> None:
-    what = Assignment(0, "a", {"engine": "vllm", "weights": weights_of_model})
-    assert EngineServer(run, what).weights_poll_s == expected
-    assert EngineServer(run, what, poll_s=0.1).weights_poll_s == 0.1
+    record = RunRecord(
+        campaign={"training": {"policies": {"a": {}}}}, servers=[ServerRecord(policy, {}) for _ in range(servers)]
+    )
+    assert poll_interval_s(record, policy) == expected
 
 
 def test_a_run_directory_that_does_not_answer_is_no_reason_for_other_weights(run: RunDir, tmp_path: Path) -> None:

@@ -74,10 +74,12 @@ def test_every_rollout_is_stored_once_with_so_many_worker_ranks(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("cuts", [1, 2])
-def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says(tmp_path: Path, cuts: int) -> None:
+def test_an_interrupted_rollout_continues_in_the_next_pod_until_it_was_interrupted_too_often(
+    tmp_path: Path, cuts: int
+) -> None:
     run = prepare(tmp_path, ["fails_sandbox-lost_b", "cut_a"])
     for start in range(5):  # a retry of b may be cut short as well, by the drain that a brings about
-        world.configure(run, start=str(start), scheduling={"cuts": cuts})
+        world.configure(run, start=str(start), max_interruptions=cuts)
         played = turn(run)
         if played.state == "done":
             break
@@ -96,7 +98,7 @@ def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says
     else:
         assert kinds == [first, (1, "failed", "walltime")]
         assert (stored["status"], stored["error_kind"]) == ("failed", "walltime")
-        assert "scheduling.cuts: 1" in stored["error"]
+        assert "allocations ended 2 times before it did" in stored["error"]
         assert "resume RUN --failed --time" in stored["error"]
     assert [entry["kind"] for entry in played.of("attempt") if entry["id"] == "cut_a/p/0"] == ["walltime"] * 2
     assert not run.partial.exists()
@@ -106,7 +108,7 @@ def test_what_is_cut_short_goes_on_in_the_next_pod_so_often_as_the_campaign_says
 def test_what_ends_a_pod_is_said_and_a_rollout_that_no_walltime_holds_fails_after_two(tmp_path: Path) -> None:
     run = prepare(tmp_path, ["late_a"])
     for start, word in enumerate(["cancelled", "now", "walltime", "walltime"]):
-        world.configure(run, start=str(start), drain={"word": word, "whole_s": 0.6}, scheduling={"cuts": 3})
+        world.configure(run, start=str(start), drain={"word": word, "whole_s": 0.6})
         played = turn(run, ranks=1)
         assert WHY_DRAIN[word] in played.whys
     assert played.state == "done", "nothing is left for which its element should be queued again"

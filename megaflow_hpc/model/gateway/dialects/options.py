@@ -273,28 +273,23 @@ def engine_request(request: Mapping[str, Any], chat: bool, domains: Collection[s
     return passed
 
 
-Constraint = tuple[str, Any, str]
-"""An option, its value, and the value that a free call has instead."""
-
-
-def constraints(request: Mapping[str, Any], settings: Mapping[str, float]) -> list[Constraint]:
-    """Returns the options of an engine's request that constrain the policy's choice of tokens.
+def is_constrained(request: Mapping[str, Any], settings: Mapping[str, float]) -> bool:
+    """Returns whether an option of an engine's request constrains the policy's choice of tokens.
 
     Args:
         request: The result of :func:`engine_request`.
         settings: The policy's sampling settings.
     """
-    result: list[Constraint] = []
     for name, value in request.items():
         if name in settings:
-            off = name == "top_k" and value in (0, -1)
-            if (-1 if off else value) != settings[name]:
-                result.append((name, value, f"{settings[name]:g}"))
+            is_off = name == "top_k" and value in (0, -1)
+            if (-1 if is_off else value) != settings[name]:
+                return True
         elif name == "tools" and request.get("tool_choice") == "none":
             continue  # the model sees the tools, but the engine enforces none
         elif name in CONSTRAINING and CONSTRAINING[name](value):
-            result.append((name, value, "none"))
-    return result
+            return True
+    return False
 
 
 CONSTRAINING: Mapping[str, Callable[[Any], bool]] = {
