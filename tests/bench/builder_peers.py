@@ -149,7 +149,7 @@ class Ours:
     def build(self, context: Path, args: Mapping[str, str]) -> Answer:
         """What it makes of a directory with a Dockerfile."""
         try:
-            dockerfile = Dockerfile.read(context / "Dockerfile", build_args=args)
+            dockerfile = Dockerfile(context / "Dockerfile", build_args=args)
             image = self.images.resolve_dockerfile(dockerfile, self.mapping, timeout_s=120.0)
         except MegaflowError as error:
             return {"fails": str(error).replace(f"{context}/", "")}

@@ -75,7 +75,7 @@ def main() -> None:
         text = file.read_text()
         lost: list[str] = []
         try:
-            text, lost = stood_in(text, Dockerfile.read(file).bases)
+            text, lost = stood_in(text, Dockerfile(file).bases)
         except ConfigError as error:
             print(f"{name}: refused: {str(error).removeprefix(f'{file}:')[:120]}")
         context = place / f"context{number}"

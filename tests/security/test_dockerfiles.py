@@ -394,7 +394,7 @@ def test_an_archive_writes_and_reads_nothing_beside_its_place(built: Built, cont
 
 
 def test_an_archive_that_swells_is_refused(built: Built, context: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megaflow_hpc.environments.images.dockerfile import bounds as module
+    from megaflow_hpc.environments.images.dockerfile import archive as module
 
     monkeypatch.setattr(module, "MAX_BYTES", 20_000_000)
     archive(context / "bomb.tar.gz", [(entry("zeros"), bytes(30_000_000))])

@@ -34,7 +34,7 @@ def build(
     path.write_text(text, encoding="utf-8")
     store = Images(ImageStore(context.parent / "store"), builder=Builder(**limits))
     return store.resolve_dockerfile(
-        Dockerfile.read(path, build_args=args), ImageMapping(images, context.parent), timeout_s=timeout_s
+        Dockerfile(path, build_args=args), ImageMapping(images, context.parent), timeout_s=timeout_s
     )
 
 

@@ -81,7 +81,6 @@ def prune(
             freed = sum(store.remove(digest) for digest in going)
             freed += sum(store.layers.remove(layer.digest) for layer in layers)
             store.layers.tidy(layers_older_s)
-            store.layers.forget_steps()
     for path in () if dry_run else leftovers:
         remove_tree(Path(path))
     return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(sorted(kept)), freed)

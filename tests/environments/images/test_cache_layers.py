@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.images.cache.cache import ImageCache
-from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.environments.images.store import ImageStore

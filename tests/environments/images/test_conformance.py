@@ -96,7 +96,7 @@ def test_what_buildkit_builds_is_read_or_refused_as_the_table_says(known: dict[s
         context.mkdir()
         write(context, {**case.files, "Dockerfile": case.text})
         try:
-            Dockerfile.read(context / "Dockerfile", build_args=case.args)
+            Dockerfile(context / "Dockerfile", build_args=case.args)
         except ConfigError as error:
             said[name] = str(error)
     refused = {name: text for name, text in said.items() if "fails" not in known[name]}

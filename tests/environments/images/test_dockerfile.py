@@ -15,14 +15,13 @@ from megaflow_hpc.environments.builds import tree, workspace
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
-from megaflow_hpc.environments.images.dockerfile.instructions import instructions
+from megaflow_hpc.environments.images.dockerfile.reader import instructions
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep
 from megaflow_hpc.environments.images.dockerfile.words import (
     VariableReference,
     expand,
     literal,
     shell_word,
-    words,
 )
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers import listing
@@ -39,7 +38,7 @@ from tests.support.image_trees import tree_of
 def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
     path = tmp_path / "Dockerfile"
     path.write_text(textwrap.dedent(text))
-    return Dockerfile.read(path, build_args=build_args)
+    return Dockerfile(path, build_args=build_args)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -48,16 +47,15 @@ def parse(tmp_path: Path, text: str, **build_args: str) -> Dockerfile:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a b", ["a", "b"]),
-        ("$A", ["x y"]),
-        ("pre${A}post '$A' \"$A\"", ["prex ypost", "$A", "x y"]),
-        (r"a\ b \$A \"", ["a b", "$A", '"']),
-        ("${EMPTY:-d$A} ${EMPTY-d} ${A:+set} ${NONE:+set} ${NONE:-}", ["dx y", "", "set", "", ""]),
-        ('K="a \\"b\\" c"', ['K=a "b" c']),
+        ("$A", "x y"),
+        ("pre${A}post '$A' \"$A\"", "prex ypost $A x y"),
+        (r"a\ b \$A \"", 'a b $A "'),
+        ("${EMPTY:-d$A}|${EMPTY-d}|${A:+set}|${NONE:+set}|${NONE:-}", "dx y||set||"),
+        ('K="a \\"b\\" c"', 'K=a "b" c'),
     ],
 )
-def test_words_are_split_and_variables_replaced_as_docker_does(text: str, expected: list[str]) -> None:
-    assert [literal(word) for word in words(text, {"A": ["x y"], "EMPTY": []})] == expected
+def test_variables_quotes_and_escapes_are_replaced_as_docker_does(text: str, expected: str) -> None:
+    assert literal(expand(text, {"A": ["x y"], "EMPTY": []})) == expected
 
 
 def test_a_here_documents_escapes_are_removed_and_its_quotes_are_not() -> None:
@@ -82,7 +80,7 @@ def test_heredocs_are_taken_out_and_lines_keep_their_numbers(tmp_path: Path) -> 
     ]
     assert {line for line, each in found.items() if each.heredocs} == {2, 10}
     assert [each.original for each in found.values()][-2:] == ['RUN echo $((1<<2)) "<<D"', "COPY <<E /e"]
-    steps = Dockerfile.read(tmp_path / "Dockerfile").last.steps
+    steps = Dockerfile(tmp_path / "Dockerfile").last.steps
     assert [step.line for step in steps if isinstance(step, RunStep | Copy)] == [2, 9, 10]
     assert isinstance(steps[0], RunStep)
     assert steps[0].argv[-1] == "cat <<A <<-'B' &&   echo '<<C'\none\nA\ntwo $X\nB"
@@ -249,7 +247,7 @@ def test_long_but_honest_text_is_read(tmp_path: Path) -> None:
     assert isinstance(copy, Copy)
     assert len(copy.texts["A"]) == 120_002
     (tmp_path / "Dockerfile").write_bytes(b"FROM a\nRUN caf\xe9\n")
-    run = Dockerfile.read(tmp_path / "Dockerfile").last.steps[0]
+    run = Dockerfile(tmp_path / "Dockerfile").last.steps[0]
     assert isinstance(run, RunStep)
     assert run.argv[-1] == "caf\udce9"
 
@@ -494,7 +492,7 @@ def built(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with tarfile.open(context / "archive.tar.gz", "w:gz") as archive:
         archive.add(context / "sub" / "three", "in/archive")
     images = Images(ImageStore(root / "store"), builder=Builder())
-    dockerfile = Dockerfile.read(context / "Dockerfile", build_args={"WHO": "me"})
+    dockerfile = Dockerfile(context / "Dockerfile", build_args={"WHO": "me"})
     before = set(os.listdir("/tmp"))
     path = images.resolve_dockerfile(dockerfile, ImageMapping({"base": str(base_sif)}, root))
     assert images.resolve_dockerfile(dockerfile, ImageMapping({"base": str(base_sif)}, root)) == path
@@ -573,7 +571,7 @@ def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(bas
         (context / "Dockerfile").write_text(text)
         images = Images(store, builder=Builder())
         images.say = said.append
-        dockerfile = Dockerfile.read(context / "Dockerfile")
+        dockerfile = Dockerfile(context / "Dockerfile")
         path = images.resolve_dockerfile(dockerfile, ImageMapping(bases, tmp_path))
         bases[name] = str(path)
         return path
@@ -595,8 +593,7 @@ def test_a_build_on_an_image_begins_in_its_directory_and_makes_no_step_twice(bas
     again = Images(ImageStore(tmp_path / "store"), builder=Builder())
     again.say = said.append
     assert (
-        again.resolve_dockerfile(Dockerfile.read(tmp_path / "third" / "Dockerfile"), ImageMapping(bases, tmp_path))
-        == third
+        again.resolve_dockerfile(Dockerfile(tmp_path / "third" / "Dockerfile"), ImageMapping(bases, tmp_path)) == third
     )
     assert said == []
 
@@ -621,9 +618,9 @@ def test_without_an_overlay_a_chain_is_laid_out_once_for_all_its_steps(
     monkeypatch.setenv("MEGAFLOW_SANDBOX_WITHOUT", "overlay")
     laid: list[str] = []
 
-    async def counted(prefix: Sequence[str], *words: str, said: object = None) -> str:
+    async def counted(prefix: Sequence[str], *words: str, request: object = None) -> str:
         laid.extend(words[2:] if words[0] == "lay" else ())
-        return await tree.run_tree(prefix, *words, said=said)
+        return await tree.run_tree(prefix, *words, request=request)
 
     monkeypatch.setattr(workspace, "run_tree", counted)
     steps = "RUN echo 1 > /one\nRUN rm /one && echo 2 > /two\n"

@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from megaflow_hpc.environments.images.image_config import LABEL, working_directory
+from megaflow_hpc.environments.images.image_file import LABEL, working_directory
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer
 from tests.support.oci import oci_archive
 

@@ -17,16 +17,15 @@ import pytest
 
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.definition_file import definition_digest
 from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.registries import Registries, split_name
-from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.resolve import Images, definition_digest
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
 from tests.support.registries import Front, Registry, tree_layer
-from tests.support.small_images import SmallImages
+from tests.support.small_images import SmallImages, digest_of
 
 Verb = Callable[..., tuple[int, str, str]]
 

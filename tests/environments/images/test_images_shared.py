@@ -14,12 +14,12 @@ import pytest
 
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.pruning import prune
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from tests.support.builds import unpacked
 from tests.support.layers import add_layer
-from tests.support.small_images import SmallImages
+from tests.support.small_images import SmallImages, digest_of
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -146,9 +146,9 @@ def test_images_of_a_group_are_built_on_without_copying_them(
 
     # The group removes its image, and with it the layer that a link leads to: it is made again.
     assert verb("prune", one.stem, "--store", group)[0] == 0
-    assert not mine.whole(two)
+    assert not mine.is_complete(two)
     (again,) = built(verb, mine, tmp_path / "context", "two")
-    assert mine.whole(again)
+    assert mine.is_complete(again)
     assert not (own / "layers" / read_layered(again).layers[0].digest).is_symlink()
     doomed = sorted({two.stem, again.stem})  # steps that run leave the times at which they ran
     assert json.loads(verb("prune", *doomed, base.digest, "--json", "--store", own)[1])["removed"] != []
@@ -183,7 +183,7 @@ def test_a_manifest_names_base_and_layers_and_its_files_may_lie_side_by_side(
     assert sorted(str(file.relative_to(other)) for file in [Path(path), *other.glob("sha256/*.sif")]) == sorted(
         file for file in row["files"] if not file.startswith("layers/")
     )
-    assert ImageStore(other).whole(path)
+    assert ImageStore(other).is_complete(path)
 
     # A base that is not as its digest says, and a manifest of the version before layers.
     sif = flat / f"{base.digest}.sif"

@@ -33,7 +33,7 @@ from megaflow_hpc.environments.images.store import ImageStore
 store, scratch, base, *files = sys.argv[1:]
 images = Images(ImageStore(store), builder=Builder(scratch=scratch))
 for file in files:
-    print(images.resolve_dockerfile(Dockerfile.read(Path(file)), ImageMapping({"base": base}, Path("/"))), flush=True)
+    print(images.resolve_dockerfile(Dockerfile(Path(file)), ImageMapping({"base": base}, Path("/"))), flush=True)
 """
 
 

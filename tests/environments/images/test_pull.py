@@ -18,13 +18,13 @@ from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import pull
 from megaflow_hpc.environments.images.cache.manifest import fetch, manifest
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.image_config import working_directory
+from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.environments.images.layered import Base, LayeredImage, read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.pull import exports
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.store import ImageStore, digest_of
+from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError
 from tests.support.builds import unpacked
@@ -32,7 +32,7 @@ from tests.support.layers import add_layer
 from tests.support.places import ROOT
 from tests.support.registries import Front, Layer, Registry, layer, noise, says, tree_layer
 from tests.support.sandboxes import runs
-from tests.support.small_images import SmallImages
+from tests.support.small_images import SmallImages, digest_of
 from tests.support.waiting import until
 
 Resolve = Callable[[str], Path]
@@ -211,7 +211,7 @@ def test_a_pull_says_how_far_it_is_and_that_there_is_no_room(
     registry.push("large", "1", [layer({"a": noise("large", 3_000_000)}, "")])
     said: list[str] = []
     images.say = said.append
-    monkeypatch.setattr(pull, "SPARE", 1 << 60)
+    monkeypatch.setattr(pull, "SPARE_BYTES", 1 << 60)
     with pytest.raises(SiteError, match=r"2 MiB to fetch, and only \d+ MiB free at .*; set MEGAFLOW_IMAGE_STORE to a"):
         pulled(images, "large:1")
     assert said == []
@@ -250,7 +250,7 @@ def test_a_dockerfile_on_an_image_of_a_registry_adds_its_layers(
     dockerfile.write_text("FROM base\nRUN echo made >/opt/made\n")
     images.builder = Builder()
     mapping = ImageMapping({"base": "docker://lab.org/team/base:1"}, tmp_path)
-    path = images.resolve_dockerfile(Dockerfile.read(dockerfile), mapping)
+    path = images.resolve_dockerfile(Dockerfile(dockerfile), mapping)
     below = read_layered(pulled(images, "team/base:1"))
     image = read_layered(path)
     assert image.layers[: len(below.layers)] == below.layers
@@ -272,7 +272,7 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     images.builder, said = Builder(), list[str]()
     images.say = said.append
     path = images.resolve_dockerfile(
-        Dockerfile.read(dockerfile), ImageMapping({"base": "docker://lab.org/team/user:1"}, tmp_path)
+        Dockerfile(dockerfile), ImageMapping({"base": "docker://lab.org/team/user:1"}, tmp_path)
     )
     tree = unpacked(path, tmp_path / "tree")
     assert ((tree / "own" / "who").read_text(), (tree / "root-did").read_text()) == ("12\n34\n", "0\n")

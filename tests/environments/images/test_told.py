@@ -25,7 +25,7 @@ def told(place: Path, base: str, text: str) -> tuple[list[str], Path]:
     (place / "context" / "Dockerfile").write_text(f"FROM base\n{text}")
     images, said = Images(ImageStore(place / "store"), builder=Builder()), list[str]()
     images.say = said.append
-    dockerfile = Dockerfile.read(place / "context" / "Dockerfile")
+    dockerfile = Dockerfile(place / "context" / "Dockerfile")
     image = images.resolve_dockerfile(dockerfile, ImageMapping({"base": base}, place))
     return [line.partition("Dockerfile:")[2].replace(TOLD, ": ") for line in said if TOLD in line], image
 

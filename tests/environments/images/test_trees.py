@@ -41,11 +41,11 @@ def test_trees_stay_for_the_next_build_as_long_as_there_is_room(
         made.append(target.name)
 
     with trees.holding() as first:
-        first.get("a", make)
+        first("a", make)
         with trees.holding() as second:
-            second.get("b", make)
+            second("b", make)
         assert (tmp_path / "trees" / "a").is_dir(), "it is in use"
     assert sorted(path.name for path in (tmp_path / "trees").iterdir()) == stay
     with trees.holding() as third:
-        third.get("a", make)
+        third("a", make)
     assert len(made) == (2 if stay else 3)

@@ -58,7 +58,7 @@ class Made:
         context.mkdir()
         (context / "Dockerfile").write_text(f"FROM base\n{text}")
         return self.images.resolve_dockerfile(
-            Dockerfile.read(context / "Dockerfile"), ImageMapping({"base": base}, self.place)
+            Dockerfile(context / "Dockerfile"), ImageMapping({"base": base}, self.place)
         )
 
     def said(self, image: Path, *names: str) -> list[list[str]]:

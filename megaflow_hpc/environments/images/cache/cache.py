@@ -176,10 +176,10 @@ class ImageCache:
 
     def _plan(self, image: str, flat: bool) -> ImagePlan:
         facts = self.facts(image)
-        known = self._plans.get((image, flat))
-        if known is None or known[0] is not facts:
-            known = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
-        return known[1]
+        cached = self._plans.get((image, flat))
+        if cached is None or cached[0] != facts:
+            cached = self._plans[image, flat] = (facts, plan(facts, self.apptainer, flat=flat))
+        return cached[1]
 
     def _lease(self, wanted: ImagePlan) -> ImageLease:
         trees = [str(self._index.path(artifact.name) / "rootfs") for artifact in wanted.artifacts]
