@@ -120,7 +120,7 @@ def complete(draft: Draft, source: str = "", build: bool = True, watch: PlanWatc
     if images is None or mapping is None:  # an engine pool has no tasks
         return Plan(config, draft.policies, [], [], {}, draft.servers, source)
     watch.step(f"looking up images of {len(tasks)} tasks")
-    images.watch(watch)
+    images.say, images.show = watch.say, watch.show
     files = images.resolve_all(draft.requests, mapping, build=build)
     watch.step(f"looking up work directories of {len(tasks)} tasks")
     tasks = in_image_directories(tasks, files, images, mapping)

@@ -49,6 +49,8 @@ SETTINGS = ".singularity.d/env/92-megaflow{}.sh"
 
 _SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
 
+MAX_PROCESSES = 8192
+"""Maximum number of processes and threads of a step."""
 BuildNetwork = Literal["none", "host"]
 T = TypeVar("T")
 
@@ -60,7 +62,6 @@ class Builder:
         network: Network of the steps: none, or the host's. ``None`` means none, and that the user has not chosen.
         memory_mb: Memory limit of a step. Default: half of the machine's memory.
         disk_mb: Limit of the bytes that a step writes.
-        processes: Limit of the processes and threads of a step.
         scratch: A local directory. Default: that of sandboxes.
     """
 
@@ -70,12 +71,11 @@ class Builder:
         *,
         memory_mb: int | None = None,
         disk_mb: int = 50_000,
-        processes: int = 8192,
         scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         self.network = network
         half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2_000_000
-        self._memory_mb, self._disk_mb, self._processes = memory_mb or half, disk_mb, processes
+        self._memory_mb, self._disk_mb = memory_mb or half, disk_mb
         self._scratch = scratch
         self._guard = threading.Lock()
         self._trees: Trees | None = None
@@ -183,7 +183,7 @@ class Builder:
             network=self.network or "none",
             memory_mb=self._memory_mb,
             disk_mb=self._disk_mb,
-            processes=self._processes,
+            processes=MAX_PROCESSES,
         )
 
     # --- exporting ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megaflow_hpc.environments.images.atomic_files import link_record, locked, read_record, workplace, write_record
-from megaflow_hpc.environments.images.layers.blob import MAX_LAYER_BYTES, LayerFacts, measure
+from megaflow_hpc.environments.images.layers.blob import LayerFacts, measure
 from megaflow_hpc.errors import SandboxError, SiteError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -119,7 +119,7 @@ class LayerStore:
             file = directory / "layer"
             with open(file, "wb") as writer:
                 try:
-                    facts = measure(_CopyingReader(pieces, writer), digest)
+                    facts = measure(_copied(pieces, writer), digest)
                 except SandboxError as error:
                     raise SiteError(str(error)) from error
                 writer.flush()
@@ -167,19 +167,8 @@ class LayerStore:
                 path.unlink(missing_ok=True)
 
 
-class _CopyingReader:
-    """Reads a blob from its pieces, and copies each piece to a file."""
-
-    def __init__(self, pieces: Iterable[bytes], writer: BinaryIO) -> None:
-        self._pieces = filter(None, pieces)
-        self._writer = writer
-        self._left = MAX_LAYER_BYTES
-
-    def read(self, size: int) -> bytes:
-        """Returns the next piece, whatever its length. Returns no bytes at the end."""
-        piece = next(self._pieces, b"")
-        self._left -= len(piece)
-        if self._left < 0:
-            raise SiteError(f"more than {MAX_LAYER_BYTES} bytes in one layer")
-        self._writer.write(piece)
-        return piece
+def _copied(pieces: Iterable[bytes], writer: BinaryIO) -> Iterator[bytes]:
+    """Yields the pieces after writing them."""
+    for piece in pieces:
+        writer.write(piece)
+        yield piece

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megaflow_hpc.environments.images import apptainer_client
-from megaflow_hpc.environments.images.build_progress import BuildProgress, BuildWatch, make_all
+from megaflow_hpc.environments.images.build_progress import BuildProgress, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
@@ -74,7 +74,7 @@ class Images:
         self.registries = registries or Registries()
         self.dockerfiles = Dockerfiles()
         self.say: Callable[[str], None] = lambda line: None
-        """Called with a line for each step of a Dockerfile, and with the progress of downloads."""
+        """Called by several threads with a line for each step of a Dockerfile, and with the progress of downloads."""
         self.show: Callable[[BuildProgress], None] = lambda state: None
         """Called with the progress of :meth:`resolve_all`, some times a second."""
         self.used: dict[str, tuple[str, Path | None]] = {}
@@ -82,10 +82,6 @@ class Images:
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
-
-    def watch(self, watch: BuildWatch) -> None:
-        """Reports progress to ``watch`` from now on."""
-        self.say, self.show = watch.say, watch.show
 
     def resolve_all(
         self,

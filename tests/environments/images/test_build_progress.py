@@ -74,17 +74,13 @@ def test_images_are_looked_up_first_then_made_and_what_fails_is_left_out(
     states: list[BuildProgress] = []
     lines: list[str] = []
 
-    class Watch:
-        say = staticmethod(lines.append)
-        show = staticmethod(states.append)
-
     with pytest.raises(ConfigError, match="'gone'"):  # before anything is made
         Images(store, builder=Builder()).resolve_all(requests, mapping)
     assert list(store.layers.layers()) == []
     first = Images(store, builder=Builder()).resolve_all(requests[:1], mapping)
     before = sum(layer.bytes for layer in store.layers.layers())
     images = Images(store, builder=Builder())
-    images.watch(Watch)
+    images.say, images.show = lines.append, states.append
     failures: dict[str, MegaflowError] = {}
     found = images.resolve_all([*requests, requests[0]], mapping, failures=failures)
     assert list(found) == ["image 0", "image 1", "image 2"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.tar import RefusedMember, TarReader
@@ -35,13 +35,6 @@ _CHUNK = 1 << 18
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
-class Reader(Protocol):
-    """Anything with a ``read`` that returns no bytes at the end."""
-
-    def read(self, size: int, /) -> bytes:
-        """Returns the next bytes."""
-
-
 @dataclass(frozen=True)
 class LayerFacts:
     """Facts of a layer: ``bytes`` of its blob, ``unpacked_bytes`` and ``inodes`` of its files."""
@@ -54,14 +47,19 @@ class LayerFacts:
 
 
 class LayerStream(io.RawIOBase):
-    """The uncompressed archive of a blob. Does not close the blob."""
+    """The uncompressed archive of a blob, which is given in pieces."""
 
-    def __init__(self, blob: Reader) -> None:
-        self._blob = blob
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
         self._digest = hashlib.sha256()
         self._read_bytes = 0
         self._decompress: Callable[[bytes], bytes] | None = None
         self._decompressed = memoryview(b"")
+
+    @classmethod
+    def of_file(cls, file: BinaryIO) -> LayerStream:
+        """Reads the blob from an open file."""
+        return cls(iter(lambda: file.read(_CHUNK), b""))
 
     def members(self) -> TarReader:
         """Returns a reader of the archive's members."""
@@ -96,9 +94,12 @@ class LayerStream(io.RawIOBase):
         return self._digest.hexdigest(), self._read_bytes
 
     def _read_blob(self) -> bytes:
-        data = self._blob.read(_CHUNK)
+        """Returns the next bytes of the blob. Returns no bytes at the end."""
+        data = next(filter(None, self._pieces), b"")
         self._digest.update(data)
         self._read_bytes += len(data)
+        if self._read_bytes > MAX_LAYER_BYTES:
+            raise SandboxError(f"more than {MAX_LAYER_BYTES} bytes in one layer")
         return data
 
 
@@ -151,13 +152,13 @@ class Tally:
             raise RefusedMember("more files than a layer may have")
 
 
-def measure(blob: Reader, digest: str) -> LayerFacts:
-    """Reads a blob to its end and returns its facts.
+def measure(pieces: Iterable[bytes], digest: str) -> LayerFacts:
+    """Reads a blob, given in pieces, to its end and returns its facts.
 
     Raises:
         SandboxError: Its digest is not ``digest``, or it is not a layer.
     """
-    stream, tally = LayerStream(blob), Tally()
+    stream, tally = LayerStream(pieces), Tally()
     refusal: RefusedMember | None = None
     try:
         for member in stream.members():

@@ -99,7 +99,7 @@ def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
     opaque = []
     with open(blob, "rb", buffering=0) as file:
         try:
-            for member in LayerStream(file).members():
+            for member in LayerStream.of_file(file).members():
                 parts = [os.fsdecode(part) for part in plain(member.name)]
                 path = "/".join(parts)
                 attributes = Attributes(member.mode, member.uid, member.gid, member.mtime)
@@ -122,7 +122,7 @@ def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
 
 def _read_blob(blob: str | os.PathLike[str], path: str, limit: int) -> bytes:
     with suppress(OSError, RefusedMember), open(blob, "rb", buffering=0) as file:
-        reader = LayerStream(file).members()
+        reader = LayerStream.of_file(file).members()
         for member in reader:
             if member.kind == "file" and b"/".join(plain(member.name)) == os.fsencode(path):
                 return b"".join(reader.content())[:limit] if member.size <= limit else b""

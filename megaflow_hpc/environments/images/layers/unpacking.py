@@ -74,7 +74,7 @@ def unpack(
 
 def _unpack(blob: str, digest: str, target: Path, *, owners: bool, marks: bool) -> None:
     with open(blob, "rb", buffering=0) as file:
-        stream = LayerStream(file)
+        stream = LayerStream.of_file(file)
         try:
             with LayerWriter(target, owners=owners, marks=marks) as layer:
                 reader = stream.members()

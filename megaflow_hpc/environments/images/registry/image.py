@@ -130,44 +130,36 @@ def fetch(
     distinct = {layer.digest: layer for layer in image.layers}
     missing = [layer for layer in distinct.values() if not have(layer.digest)]
     if missing:
-        total = sum(layer.bytes for layer in missing)
-        report(0, total)
-        _fetch_layers(client, missing, take, _Counter(total, report))
+        _fetch_layers(client, missing, take, report)
     return image
 
 
-class _Counter:
-    """Counts the fetched bytes of all threads. ``stopped`` ends the threads."""
+def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: TakeLayer, report: Report) -> None:
+    total = sum(layer.bytes for layer in layers)
+    report(0, total)
+    waiting, failed = deque(layers), list[BaseException]()
+    done = 0
+    lock = threading.Lock()
 
-    def __init__(self, total: int, report: Report) -> None:
-        self.total, self.report = total, report
-        self.stopped = False
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def counted(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    def counted(chunks: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal done
         for chunk in chunks:
-            if self.stopped:
+            if failed:
                 raise SiteError("another layer failed")
-            with self._lock:
-                self._done += len(chunk)
-                self.report(self._done, self.total)
+            with lock:
+                done += len(chunk)
+                report(done, total)
             yield chunk
 
-
-def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: TakeLayer, counter: _Counter) -> None:
-    waiting, failed = deque(layers), list[BaseException]()
-
     def work() -> None:
-        while waiting and not counter.stopped:
+        while waiting and not failed:
             try:
                 layer = waiting.popleft()
-                take(layer.digest, counter.counted(client.blob(f"sha256:{layer.digest}", layer.bytes)))
+                take(layer.digest, counted(client.blob(f"sha256:{layer.digest}", layer.bytes)))
             except IndexError:
                 return
             except BaseException as error:
                 failed.append(error)
-                counter.stopped = True
 
     if len(layers) == 1:
         work()
@@ -179,8 +171,8 @@ def _fetch_layers(client: RegistryClient, layers: list[RemoteLayer], take: TakeL
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:
-            counter.stopped = True
+        except BaseException as error:
+            failed.append(error)
             raise
     if failed:
         raise failed[0]
