@@ -37,9 +37,10 @@ def between(registry: Registry) -> Iterator[Front]:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), 100_000)
+    """Images of one megabyte."""
+    return SmallImages(tmp_path_factory.mktemp("small-images"), 1_000_000)
 
 
 @pytest.fixture

@@ -31,11 +31,6 @@ from tests.support.small_images import SmallImages
 MB = 1_000_000
 
 
-@pytest.fixture(scope="session")
-def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), MB)
-
-
 @pytest.fixture
 def images(small_images: SmallImages, tmp_path: Path) -> list[str]:
     """Six images of one megabyte each, in a store."""

@@ -31,11 +31,6 @@ WHOLE = {"etc", "etc/environment", "lib", "lib/new"}
 """What of the two, and of the base's own ``etc/number``, is seen."""
 
 
-@pytest.fixture(scope="session")
-def small_images(tmp_path_factory: pytest.TempPathFactory) -> SmallImages:
-    return SmallImages(tmp_path_factory.mktemp("small-images"), MB)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> ImageStore:
     return ImageStore(tmp_path / "store")

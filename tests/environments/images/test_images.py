@@ -18,12 +18,15 @@ import pytest
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
+from megaflow_hpc.environments.images.image_file import LABEL, working_directory
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.registries import Registries, split_name
 from megaflow_hpc.environments.images.resolve import Images, definition_digest
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.apptainer import clean_environment, find_apptainer
+from tests.support.oci import oci_archive
 from tests.support.registries import Front, Registry, tree_layer
 from tests.support.small_images import SmallImages, digest_of
 
@@ -160,6 +163,26 @@ def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -
     assert path.is_relative_to(images.store.root)
     assert not images.store.root.exists()
     assert list(images.store.images()) == []
+
+
+def test_the_work_directory_of_an_image_that_was_pulled(small_rootfs: str, base_sif: Path, tmp_path: Path) -> None:
+    oci_archive(Path(small_rootfs, "etc"), tmp_path / "x.tar", "/app/src")
+    command = [find_apptainer(), "build", str(tmp_path / "x.sif"), f"oci-archive:{tmp_path / 'x.tar'}"]
+    subprocess.run(command, env=clean_environment(tmp_path), check=True, capture_output=True)
+    assert working_directory(tmp_path / "x.sif") == "/app/src"
+    assert working_directory(base_sif) is None
+
+
+def test_the_work_directory_in_a_label_and_of_what_is_no_image(tmp_path: Path) -> None:
+    assert working_directory(tmp_path) is None
+    labels = tmp_path / ".singularity.d" / "labels.json"
+    labels.parent.mkdir()
+    for text, found in ((json.dumps({LABEL: "/srv"}), "/srv"), (json.dumps({LABEL: "srv"}), None), ("[]", None)):
+        labels.write_text(text)
+        assert working_directory(tmp_path) == found
+    (tmp_path / "x").write_bytes(b"not a SIF")
+    assert working_directory(tmp_path / "x") is None
+    assert working_directory(tmp_path / "gone") is None
 
 
 # --- registries -------------------------------------------------------------------------------------------------------

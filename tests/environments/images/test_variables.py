@@ -45,7 +45,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path, busybox_rootfs: str) ->
 
 
 class Made:
-    """Builds one Dockerfile after the other, each onto the image that is named, and reads what it said."""
+    """Builds Dockerfiles on named images, and reads the files that their steps wrote."""
 
     def __init__(self, place: Path, registries: Registries) -> None:
         self.place = place
