@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from megaflow_hpc.environments.images.atomic_files import link_record, locked, read_record, workplace, write_record
+from megaflow_hpc.environments.images.atomic_files import link_record, locked, read_record, work_directory, write_record
 from megaflow_hpc.environments.images.layers.blob import LayerFacts, measure
 from megaflow_hpc.errors import SandboxError, SiteError
 
@@ -94,7 +94,7 @@ class LayerStore:
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
         """Holds a step's lock and yields a directory of the store for its layer. Removes it at the end."""
-        with locked(self.root / "work" / f"{key}.lock"), workplace(self.root / "work", key) as directory:
+        with locked(self.root / "work" / f"{key}.lock"), work_directory(self.root / "work", key) as directory:
             yield directory
 
     def add(self, file: Path, facts: LayerFacts) -> LayerFacts:
@@ -115,7 +115,7 @@ class LayerStore:
         Raises:
             SiteError: The digest differs, or the blob is not a layer. Nothing is kept.
         """
-        with workplace(self.root / "work", "take") as directory:
+        with work_directory(self.root / "work", "take") as directory:
             file = directory / "layer"
             with open(file, "wb") as writer:
                 try:

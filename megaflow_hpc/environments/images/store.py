@@ -30,7 +30,7 @@ from megaflow_hpc.environments.images.atomic_files import (
     locked,
     read_record,
     sweep,
-    workplace,
+    work_directory,
     write_record,
 )
 from megaflow_hpc.environments.images.disk_quota import (
@@ -172,7 +172,7 @@ class ImageStore:
         with locked(self.root / "work" / f"{key}.lock"):
             if existing := self.find(key):
                 return existing
-            with workplace(self.root / "work", key) as directory:
+            with work_directory(self.root / "work", key) as directory:
                 target = directory / "image.sif"
                 layered = build(target)
                 image = self.add_layered(layered, source) if layered else self._add_sif(target, source)
@@ -182,7 +182,7 @@ class ImageStore:
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
         """Copies an existing SIF into the store. If ``digest`` is given, its content must have it."""
         self.prepare(str(file))
-        with workplace(self.root / "work", "add") as directory:
+        with work_directory(self.root / "work", "add") as directory:
             target = directory / "image.sif"
             with open(file, "rb") as reader, open(target, "wb") as writer:
                 while chunk := reader.read(1 << 22):
@@ -204,7 +204,7 @@ class ImageStore:
 
         Its recorded sizes are those of its layers, because the base is shared.
         """
-        with self.changing(), workplace(self.root / "work", "add") as directory:
+        with self.changing(), work_directory(self.root / "work", "add") as directory:
             for layer in layered.layers:
                 self.layers.adopt(layer.digest)
             if layered.base is not None and layered.base.digest:

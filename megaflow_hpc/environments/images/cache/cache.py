@@ -4,7 +4,7 @@ An image is one copy or several (:mod:`.artifacts`). A copy is compared with the
 it is read, so a copy that is here is never read again. An image that no store has, such as a SIF that a campaign maps
 by path, is identified by path, size and time of change.
 
-Copies in use are leased and never removed; :mod:`.index` keeps the books. A process reserves the room for all missing
+Copies in use are leased and never removed (:mod:`.index`). A process reserves the room for all missing
 copies of an image at once. While it waits it holds none of them, so two processes cannot wait for each other.
 """
 
@@ -139,7 +139,7 @@ class ImageCache:
         """Returns the facts of an image; see :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
 
-    # --- what the verbs show and do -----------------------------------------------------------------------------
+    # --- the commands -----------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> DiskUsage:
@@ -259,7 +259,7 @@ class ImageCache:
             self._index.give_up(names)
 
     def _wait_for(self, names: Sequence[str], deadline: float) -> None:
-        """Waits while other threads or processes make copies. They have their room and wait for no other."""
+        """Waits while other threads or processes make copies. These have reserved their room, so they do not wait."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
             pause = POLL_INTERVAL_S[0]
@@ -271,7 +271,7 @@ class ImageCache:
 
 
 class Prefetcher:
-    """One thread that unpacks what will be needed next, as far as there is room.
+    """Unpacks the images that will be needed next in one thread, while there is room.
 
     Args:
         is_flat: whether an image is used as one tree here.
@@ -312,5 +312,5 @@ class Prefetcher:
             try:
                 self._images.prefetch(order, self._is_flat, until=lambda: self._closed or self._order is not None)
             except (MegaflowError, OSError) as error:
-                # A sandbox that needs the image fails with the same error, where it counts.
+                # A sandbox that needs the image reports the same error.
                 print(f"staging ahead: {error}", file=sys.stderr, flush=True)
