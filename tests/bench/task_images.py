@@ -172,7 +172,7 @@ def _layers(place: Path) -> int:
 
 
 def main() -> None:
-    """Prints the figures of the parts that are named."""
+    """Prints the figures of the named parts."""
     base = os.environ["MEGAFLOW_TEST_BASE_SIF"]
     parts: dict[str, Callable[[str, Path], list[Figure]]] = {"campaign": campaign, "dataset": dataset}
     for name in sys.argv[1:] or parts:

@@ -83,7 +83,7 @@ def untouched(home: Path) -> bool:
     return os.listdir(home) == ["key"] and (home / "key").read_text() == "the user's own\n"
 
 
-# --- what a RUN reaches -----------------------------------------------------------------------------------------------
+# --- what a RUN can reach ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_step_sees_no_root_but_its_own(built: Built, home: Path) -> None:
@@ -248,7 +248,7 @@ def test_no_link_leads_out_of_the_context(built: Built, context: Path, line: str
 
 
 def test_no_wildcard_leads_through_a_link_out_of_the_context(built: Built, context: Path, home: Path) -> None:
-    """One that finds nothing is no error, as in Docker."""
+    """A pattern without a match is not an error, as in Docker."""
     tree = built("FROM base\nCOPY li*/key inside/up/k* /loot/\nADD li*/key /loot/\n")
     assert not list(tree.glob("loot/*"))
     assert untouched(home)
@@ -256,7 +256,7 @@ def test_no_wildcard_leads_through_a_link_out_of_the_context(built: Built, conte
 
 @pytest.mark.parametrize("name", ["../../../home/planted", "..", ".", "{home}/planted", "a/b", ""])
 def test_no_text_of_a_dockerfile_names_a_file_of_the_host(built: Built, home: Path, name: str) -> None:
-    """A here-document is a file of its name, and a name can be quoted."""
+    """The name of a here-document is a file name, and may be quoted."""
     named = name.replace("{home}", str(home))
     for word in (named, f'"{named}"'):
         with pytest.raises(ConfigError):
@@ -281,7 +281,7 @@ def test_no_ignore_file_is_read_through_a_link(built: Built, context: Path, home
 
 
 def test_a_link_that_changes_while_the_context_is_copied_leads_nowhere(built: Built, context: Path, home: Path) -> None:
-    """A directory and a link out of the context change places as fast as they can, under one name."""
+    """A directory and a link out of the context alternate under one name as fast as possible."""
     (context / "honest").mkdir()
     (context / "honest" / "key").write_text("of the context\n")
     stop = threading.Event()
@@ -374,7 +374,7 @@ def test_an_archive_that_swells_is_refused(built: Built, context: Path, monkeypa
             built(f"FROM base\nADD {name}.tar.gz /x/\n")
 
 
-# --- what a step leaves for the next ----------------------------------------------------------------------------------
+# --- what a step leaves to the next -----------------------------------------------------------------------------------
 
 
 @both_layers
@@ -438,13 +438,13 @@ def test_a_file_named_like_a_mark_of_deletion_hides_nothing(built: Built, contex
         said, tree = "", home.parent / "tree"
         try:
             built(f"FROM base\n{step}\n")
-        except MegaflowError as error:  # where a step writes to a copy of its image, they are left out
+        except MegaflowError as error:  # skipped if the step writes to a copy of its image
             said = str(error)
         assert ".wh." in said or ((tree / "etc/passwd").exists() and (tree / "bin/sh").exists())
         remove_tree(tree)
 
 
-# --- what a step uses -------------------------------------------------------------------------------------------------
+# --- limits of a step -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_runs_for_ever_is_ended(built: Built) -> None:
@@ -516,7 +516,7 @@ def test_a_build_that_is_killed_leaves_nothing(
     assert list((tmp_path / "store" / "work").glob("*/")) == []
 
 
-# --- what goes on working ---------------------------------------------------------------------------------------------
+# --- what still works -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_has_the_hosts_network_where_the_user_says_so(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,7 +562,7 @@ def test_files_keep_their_owners_and_stages_their_links(built: Built, context: P
 
 @pytest.mark.slow
 def test_where_no_other_ids_are_given_owners_are_pretended(rootfs: str, tmp_path: Path) -> None:
-    """Without ``newuidmap`` a namespace has uid 0 alone; ``fakeroot``, where the host has it, lets packages install."""
+    """Without ``newuidmap`` a namespace has only uid 0. The host's ``fakeroot`` then lets packages install."""
     with no_subordinate_ids(tmp_path / "bin"):
         image = build(
             tmp_path / "context",
@@ -583,7 +583,7 @@ def test_an_image_without_a_shell_can_be_copied_from(busybox_rootfs: str, tmp_pa
 
 @pytest.mark.slow
 def test_a_requirement_of_a_bug_is_no_text_of_a_program(rootfs: str, tmp_path: Path) -> None:
-    """The image that tasks made of bugs share is built in the same way; markers may hold quotes."""
+    """The shared image of tasks made of bugs is built in the same way. Markers may contain quotes."""
     evil = f"; touch {tmp_path}/planted /planted /proc/1/root{tmp_path}/planted; "
     need = f"iniconfig; python_version > '3' or platform_version == '{evil}'"
     content = BugFile.model_construct(image="bugs", requires=(need,), bugs=())

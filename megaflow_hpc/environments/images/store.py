@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -184,9 +185,7 @@ class ImageStore:
         self.prepare(str(file))
         with work_directory(self.root / "work", "add") as directory:
             target = directory / "image.sif"
-            with open(file, "rb") as reader, open(target, "wb") as writer:
-                while chunk := reader.read(1 << 22):
-                    writer.write(chunk)
+            shutil.copyfile(file, target)
             return self._add_sif(target, source, digest)
 
     def _add_sif(self, target: Path, source: str, expected: str | None = None) -> StoredImage:

@@ -1,7 +1,7 @@
-"""Dockerfiles against BuildKit: what it made of each case was recorded (``bench/builder_peers``), file by file.
+"""Compares our builds of Dockerfiles with the recorded results of BuildKit (``bench/builder_peers``), file by file.
 
-Every case is read here, and refused exactly where the table of differences says so. Some are built; all of them are by
-``python -m tests.bench.builder_peers ours``.
+Every case is read here, and refused exactly if the table of differences says so. Some cases are built.
+``python -m tests.bench.builder_peers ours`` builds all.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ BUILT = (
     "wildcard matches directory",
     "wildcard optional",
 )
-"""Cases that are built in every run of the suite: one for each thing that can go wrong."""
+"""Cases that every run of the suite builds, one for each kind of mistake."""
 
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, Answer]:
-    """What BuildKit made of each case."""
+    """The results of BuildKit by case."""
     answers: dict[str, Answer] = json.loads(ANSWERS.read_text(encoding="utf-8"))
     return answers
 

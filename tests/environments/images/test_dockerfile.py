@@ -68,7 +68,7 @@ def test_heredocs_are_taken_out_and_lines_keep_their_numbers(tmp_path: Path) -> 
     assert steps[0].argv[-1] == "cat <<A <<-'B' &&   echo '<<C'\none\nA\ntwo $X\nB"
 
 
-# --- what holds at a line ---------------------------------------------------------------------------------------------
+# --- settings of a line -----------------------------------------------------------------------------------------------
 
 
 def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_directory_variables_user_and_shell_hold_from_their_line_on(tmp_path: Pa
     ]
     assert runs[0].exports == {"TAG": "12", "V": "1"}
     assert (found.base, found.workdir, found.user) == ("debian:12", "/srv/app", "agent")
-    assert found.environment == {"NAME": "x y"}  # what PATH is, only the image knows
+    assert found.environment == {"NAME": "x y"}  # only the image knows PATH
     copy = next(step for step in found.last.steps if isinstance(step, Copy))
     assert (copy.sources, copy.target, copy.into) == (["a.txt"], "/srv/sub/", True)
     assert [(line, name) for line, name, _ in found.ignored] == [(18, "CMD")]

@@ -1,4 +1,4 @@
-"""The image store and the verbs on it: content-addressed, published whole, read-only to others, carried offline."""
+"""The image store and its commands: content-addressed, atomic, read-only for other users, and carried offline."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_mirrors_stand_for_registries() -> None:
 
 @pytest.fixture(scope="module")
 def hub(registry: Registry, small_rootfs: str) -> str:
-    """What stands for Docker's registry; it has ``tiny:1``."""
+    """A mirror of Docker's registry with the image ``tiny:1``."""
     env = ["FROM_REGISTRY=it's here", "PATH=/usr/bin:/bin"]
     registry.push("hub/library/tiny", "1", [tree_layer(Path(small_rootfs))], Env=env, WorkingDir="/usr")
     return "/hub"
@@ -233,7 +233,7 @@ def test_pull_fetches_through_a_mirror_and_knows_the_image_by_its_own_name(
     assert (image.base, len(image.layers), image.workdir) == (None, 1, "/usr")
     assert image.settings == "export FROM_REGISTRY='it'\"'\"'s here'\nexport PATH=/usr/bin:/bin\n"
     asked = len(between.asked)
-    assert verb("pull", "docker://tiny:1", "--air-gapped")[0] == 0  # it is there: nobody is asked
+    assert verb("pull", "docker://tiny:1", "--air-gapped")[0] == 0  # the image is stored, so no request is sent
     assert len(between.asked) == asked
     listed = json.loads(verb("list", "--json")[1])["images"]
     assert [(row["sources"], row["path"]) for row in listed] == [(["docker://tiny:1"], str(path))]
@@ -250,7 +250,7 @@ def test_a_registry_that_does_not_have_it_is_the_sites_error_with_a_remedy(
         assert "name a mirror (environment.mirrors, --mirror)" in said
 
 
-# --- where nothing can be fetched -------------------------------------------------------------------------------------
+# --- without network --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.lab
@@ -301,7 +301,7 @@ def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
     other = tmp_path / "other-store"
 
     status, _, said = verb("pull", "--manifest", manifest, "--store", other)
-    assert status == 3  # without the mirror: this machine reaches no registry
+    assert status == 3  # without the mirror no registry can be reached
     empty = tmp_path / "empty"
     empty.mkdir()
     status, _, said = verb("pull", "--manifest", manifest, "--from", empty, "--store", other)
@@ -332,7 +332,7 @@ def test_images_are_carried_with_a_manifest_and_checked_where_they_arrive(
     assert verb("pull", "--manifest", manifest)[0] == 2
 
 
-# --- verbs ------------------------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_definition_is_built_once_and_a_dockerfile_with_its_bases_mapped(verb: Verb, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_non
     (home / ".megaflow-hpc" / "images").mkdir(parents=True)
     assert default_stores() == [own, home / ".megaflow-hpc" / "images"]
     assert default_stores(f"{named}:/group/images") == [named, Path("/group/images")]
-    # A quota leaves little there: another place is taken, and nothing is begun where it is named all the same.
+    # If a quota leaves little space, another directory is chosen, and a named store there is refused.
     device = mount_of(scratch)[0]
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -428,4 +428,4 @@ def test_images_are_kept_where_there_is_room_and_are_not_made_where_there_is_non
     assert not named.exists()
     own.mkdir(parents=True)
     monkeypatch.delenv(VARIABLE)
-    assert default_stores()[0] == own  # one that is in use is not left for another
+    assert default_stores()[0] == own  # an existing store is kept

@@ -1,5 +1,4 @@
-"""Images out of a real registry, layer by layer: each once, whatever images share it; and registries that are broken,
-closed or hostile."""
+"""Images from a real registry, and registries that are broken, closed or hostile."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ BASIC = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 
 
 class Shelf:
-    """What a store does: keeps blobs that ended well, by their digest."""
+    """Stands in for a store: keeps complete blobs by digest."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -77,7 +76,7 @@ def reference(server: Registry | Front, path: str) -> Reference:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No credentials but a test's own, and short pauses."""
+    """Hides the user's credentials and shortens pauses."""
     for name in ("REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "DOCKER_CONFIG", "APPTAINER_CONFIGDIR"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
@@ -87,11 +86,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-# --- what a real registry gives ---------------------------------------------------------------------------------------
+# --- a real registry --------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_is_taken_once_whatever_images_share_it(registry: Registry, between: Front) -> None:
-    """As SWE-bench makes images: one base, environments on it, instances on those."""
+    """Like SWE-bench: one base, environments on it, instances on those."""
     base = layer({"etc/base": noise("base")})
     shelf, pushed = Shelf(), [base]
     for environment in range(2):
@@ -107,7 +106,7 @@ def test_a_layer_is_taken_once_whatever_images_share_it(registry: Registry, betw
             assert [found.digest for found in image.layers] == [base.digest, installed.digest, source.digest]
     assert shelf.kept == {each.digest: each.blob for each in pushed}
     asked = [digest for digest in between.blobs() if digest in shelf.kept]
-    assert sorted(asked) == sorted(shelf.kept)  # none twice
+    assert sorted(asked) == sorted(shelf.kept)  # each once
     before = len(between.asked)
     image = shelf.fetch(reference(between, "sweb.env.1"))
     assert [found.digest for found in image.layers] == [base.digest, pushed[5].digest]
@@ -140,7 +139,7 @@ def test_an_image_without_settings_and_with_one_layer_twice(registry: Registry, 
 
 
 def test_of_an_index_this_machines_image_is_taken(registry: Registry) -> None:
-    """Build attestations stand beside the images, as buildx pushes them."""
+    """The index also lists build attestations, as buildx pushes them."""
     right = layer({"amd64": b""})
     described = [
         registry.push("index", name, [content], architecture=name) | {"platform": {"architecture": name, "os": "linux"}}
@@ -191,12 +190,12 @@ def test_a_name_that_could_lead_elsewhere_is_refused(path: str) -> None:
         Reference.parse("evil.org/x?", "a")
 
 
-# --- who asks ---------------------------------------------------------------------------------------------------------
+# --- authorization ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def closed(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that wants a user and a password."""
+    """A registry that requires a user and a password."""
     folder = tmp_path_factory.mktemp("closed")
     (folder / "htpasswd").write_text(HTPASSWD)
     auth = {"htpasswd": {"realm": "closed", "path": str(folder / "htpasswd")}}
@@ -283,7 +282,7 @@ def test_what_a_credential_file_may_hold(home: Path) -> None:
 
 
 def certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    """Of 127.0.0.1, signed by itself, for today."""
+    """A self-signed certificate of 127.0.0.1 for today."""
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "lab")])
     today = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
@@ -313,7 +312,7 @@ def test_certificates_are_checked(registry: Registry, tmp_path: Path, monkeypatc
 
 
 class Tokens:
-    """A token server as the registry's own specification has it: who knows the password may read."""
+    """A token server that follows the registry's specification and gives tokens for the password."""
 
     def __init__(self, folder: Path) -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())
@@ -369,7 +368,7 @@ def test_a_token_server_gets_the_credentials_and_the_registry_the_token(
                 tokens.asked.clear()
                 between.asked.clear()
                 assert len(Shelf().fetch(reference(between, "team/x:1")).layers) == 1
-                assert len(tokens.asked) == 1  # for one image, one token
+                assert len(tokens.asked) == 1  # one token for one image
                 path, authorization, body = tokens.asked[0]
                 if kind == "password":
                     assert (authorization, body) == (BASIC, b"")
@@ -382,7 +381,7 @@ def test_a_token_server_gets_the_credentials_and_the_registry_the_token(
 
 
 def test_a_redirection_to_another_host_carries_no_credentials(closed: Registry, home: Path) -> None:
-    """As registries before an object store do; the store has the blob and gets nothing else."""
+    """The other host is like an object store behind a registry."""
     blob = layer({"a": b"secret"}).blob
     (home / ".docker").mkdir()
     with front(closed.address) as between, front() as elsewhere:
@@ -501,7 +500,7 @@ def test_ctrl_c_does_not_wait_for_a_registry_that_is_silent(registry: Registry, 
         process.wait()
 
 
-# --- registries that lie ----------------------------------------------------------------------------------------------
+# --- hostile registries -----------------------------------------------------------------------------------------------
 
 
 def manifest_of(contents: list[Layer], **changes: Any) -> bytes:
