@@ -84,7 +84,7 @@ class BuildWorkspace:
 
     @property
     def pretends_owners(self) -> bool:
-        """Whether uid 0 is the only one. The host's fakeroot, if it has one, then pretends other owners of files."""
+        """True if uid 0 is the only one. The host's fakeroot, if it has one, then pretends other owners of files."""
         return all_ids() == unshare()
 
     def new_path(self, kind: str) -> Path:

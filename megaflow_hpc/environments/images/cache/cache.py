@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.cache.artifacts import ImagePlan, plan
@@ -237,13 +237,11 @@ class ImageCache:
             if claim is not None:
                 return claim
             with self._index.waiting():
-                pause = POLL_INTERVAL_S[0]
-                while (claim := self._index.claim(wanted.sizes, queued=True)) is None:
-                    if time.monotonic() >= deadline:
-                        raise TimeoutError(full)
-                    time.sleep(pause)
-                    pause = min(2 * pause, POLL_INTERVAL_S[1])
-                return claim
+                for _ in _polls(deadline, full):
+                    claim = self._index.claim(wanted.sizes, queued=True)
+                    if claim is not None:
+                        break
+            return claim
         finally:
             self._claiming.release()
 
@@ -262,12 +260,20 @@ class ImageCache:
         """Waits while other threads or processes make copies. These have reserved their room, so they do not wait."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
-            pause = POLL_INTERVAL_S[0]
-            while not self._index.has(name) and self._index.makes(maker, name):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError("another process that stages it does not finish")
-                time.sleep(pause)
-                pause = min(2 * pause, POLL_INTERVAL_S[1])
+            for _ in _polls(deadline, "another process that stages it does not finish"):
+                if self._index.has(name) or not self._index.makes(maker, name):
+                    break
+
+
+def _polls(deadline: float, message: str) -> Iterator[None]:
+    """Yields at growing intervals. Raises :class:`TimeoutError` with ``message`` at the deadline."""
+    pause = POLL_INTERVAL_S[0]
+    while True:
+        yield
+        if time.monotonic() >= deadline:
+            raise TimeoutError(message)
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_INTERVAL_S[1])
 
 
 class Prefetcher:

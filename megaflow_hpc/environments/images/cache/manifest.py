@@ -188,7 +188,7 @@ def _add_from(directory: Path, images: Images, source: str, digest: str, say: Sa
 
 
 def _locate(directory: Path, subdirectory: str, name: str) -> Path | None:
-    """Finds a store's file in a copy of the store, in a flat directory, or in a directory beside ``directory``."""
+    """Finds a store's file in a copy of the store, in a flat directory, or in a sibling of ``directory``."""
     for place in (directory / subdirectory, directory, directory.parent / subdirectory):
         if (place / name).is_file():
             return place / name

@@ -66,7 +66,7 @@ class Dockerfile:
 
     @property
     def needs_build(self) -> bool:
-        """Whether the file does more than set variables, a directory and a user."""
+        """True if the file does more than set variables, a directory and a user."""
         if not all(is_known(value) for value in self.last.variables.values()):
             return True
         return any(isinstance(step, Copy | RunStep) for step in self.last.steps)
@@ -114,7 +114,7 @@ class Dockerfiles:
 def last_workdir(path: Path) -> str | None:
     """Returns the last WORKDIR of any Dockerfile, without checking its other lines.
 
-    Returns ``None`` if there is none, or if it depends on variables.
+    Returns ``None`` if it is missing or depends on variables.
     """
     workdir: str | None = None
     with open(path, encoding="utf-8", errors="replace") as file:

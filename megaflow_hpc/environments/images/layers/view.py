@@ -67,7 +67,7 @@ class LayerView:
         self.layers = layers
 
     def entry(self, path: str) -> ViewEntry | None:
-        """Returns the entry at ``path`` without following links, or ``None`` if there is none."""
+        """Returns the entry at ``path`` without following links, or ``None`` if it is missing."""
         entry, _ = self._look_up([part for part in path.split("/") if part])
         return entry
 
