@@ -71,7 +71,7 @@ DOORS: dict[str, str] = {
     "environments/images": "environments/images/dockerfile environments/images/layers environments/images/registry",
     "environments/images/layers": "environments/images",
     "environments/images/cache": "environments/images environments/images/layers",
-    "environments/images/dockerfile": "",
+    "environments/images/dockerfile": "environments/images/layers",
     "environments/images/registry": "",
     "environments/sandbox": "environments/images/cache environments/sandbox/commands environments/sandbox/limits "
     "environments/sandbox/rootfs",

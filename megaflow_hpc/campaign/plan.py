@@ -86,7 +86,7 @@ def complete(draft: Draft, build: bool = True, watch: PlanWatch | None = None) -
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
     watch.step(f"looking up images of {len(draft.tasks)} tasks")
-    draft.images.watch(watch)
+    draft.images.say, draft.images.show = watch.say, watch.show
     draft.image_files = draft.images.resolve_all(draft.requests, draft.mapping, build=build)
     watch.step(f"looking up work directories of {len(draft.tasks)} tasks")
     draft.tasks = in_image_directories(draft.tasks, draft.image_files, draft.images, draft.mapping)
