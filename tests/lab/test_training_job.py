@@ -93,7 +93,7 @@ def test_a_mistake_ends_the_trainer_for_good_and_resume_goes_on(tmp_path: Path, 
 def test_a_trainer_whose_pods_are_gone_is_told_of_ends_and_goes_on_with_resume(campaign: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     right = python.read_text()
-    waits = 'until [ "$($MEGAFLOW_ASK_PODS)" = 0 ]; do sleep 1; done; sleep 20; echo "trainer: no pod"; exit 69'
+    waits = 'until [ "$($MEGAFLOW_ASK_PODS)" = 0 ]; do sleep 1; done; sleep 8; echo "trainer: no pod"; exit 69'
     python.write_text(right.replace('echo "$*"', waits))
     run = Campaign.from_yaml(campaign).submit()
     (pods,) = run.job_ids("pods")
