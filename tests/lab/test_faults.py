@@ -41,17 +41,17 @@ def submit(make_campaign: Make, tasks: int, seconds: float, count: int = 2) -> R
 def test_a_campaign_ends_without_slurmctld_and_slurmdbd(lab: Lab, make_campaign: Make) -> None:
     lab.kill("slurmdbd", "mariadbd")
     assert limits.allowance({}).submit is None, "what cannot be asked limits nothing"
-    run = submit(make_campaign, 8, 3, count=1)
+    run = submit(make_campaign, 6, 3, count=1)
     until(lambda: run.status()["rollouts"]["running"], "a running rollout, without accounting")
     lab.kill("slurmctld")
     assert run.live_jobs(0) is None, "nobody to ask"
     assert run.status()["state"] == "running"
     until(lambda: run.ledger.finished, "every rollout is done, without a controller")
-    assert stored(run) == 8
+    assert stored(run) == 6
     assert lab.call("start").returncode == 0
     summary = run.wait(timeout_s=120)
     assert summary["state"] == "finished"
-    assert rows(run.path) == solved(8)
+    assert rows(run.path) == solved(6)
     assert [pod["pod"].rpartition(".")[2] for pod in summary["pods"]] == ["0"], "the pod was never restarted"
     # When the job leaves is up to Slurm: a node tells its controller again of an end that nobody heard, at its leisure.
 
