@@ -12,7 +12,7 @@ import pytest
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
-from megaflow_hpc.slurm import limits
+from megaflow_hpc.slurm import accounting, limits
 from tests.bench.chaos import trial
 from tests.support.campaigns import Make, cli, rows, stored
 from tests.support.labs import Lab, own_lab, pods
@@ -36,6 +36,36 @@ def submit(make_campaign: Make, tasks: int, seconds: float, count: int = 2) -> R
         tasks, pods(count=count, ranks=1), agent="oracle", solution=f"sleep {seconds}; echo 42 > answer"
     )
     return Campaign.from_yaml(campaign).submit()
+
+
+def test_accounting_tells_how_jobs_ended(lab: Lab) -> None:
+    once = ("--no-requeue", "--mem=100", "--output=/dev/null")
+    jobs = {
+        "COMPLETED": lab.batch("true", *once),
+        "FAILED": lab.batch("exit 3", *once),
+        "CANCELLED": lab.batch("sleep 600", "-w", "cpu1", *once),
+        "NODE_FAIL": lab.batch("sleep 600", "-w", "cpu4", *once),
+        "PREEMPTED": lab.batch("sleep 600", "-p", "preempt", "-w", "cpu3", *once),
+    }
+    waiting = [jobs[state] for state in ("CANCELLED", "NODE_FAIL", "PREEMPTED")]
+
+    def states() -> set[str]:
+        return {job.state for job in accounting.live_jobs(waiting).values()}
+
+    until(lambda: states() == {"RUNNING"}, "they run")
+    lab.slurm("scancel", jobs["CANCELLED"])
+    lab.slurm("scontrol", "update", "NodeName=cpu4", "State=DOWN", "Reason=gone")
+    lab.batch("true", "-p", "cpu", "-w", "cpu3", "--exclusive", *once)
+    ended = {number: state for state, number in jobs.items()}
+
+    def told() -> dict[str, str]:
+        return {job.id: job.state for job in accounting.finished_jobs(jobs.values()).values()}
+
+    until(lambda: told() == ended, f"accounting has {ended}")
+    assert all(not job.live for job in accounting.live_jobs(jobs.values()).values())
+    until(
+        lambda: lab.slurm("sinfo", "-h", "-n", "cpu4", "-p", "cpu", "-o", "%T") == "idle", "its daemon has registered"
+    )
 
 
 def test_a_campaign_ends_without_slurmctld_and_slurmdbd(lab: Lab, make_campaign: Make) -> None:

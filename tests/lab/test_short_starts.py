@@ -1,6 +1,6 @@
 """Pods that end before their work: by the walltime, preemption, or the loss of a rank.
 
-A campaign that needs minutes of walltime runs in the background of the other tests and is checked by the last one.
+Two campaigns that wait for minutes run in the background, on nodes that the other tests do not use.
 """
 
 from __future__ import annotations
@@ -15,47 +15,141 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.environments.sandbox.processes import is_runner
 from megaflow_hpc.host import process
+from megaflow_hpc.slurm import accounting
 from megaflow_hpc.slurm.ids import scancel
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.campaigns import Make, cli, rows, stored
+from tests.support.harbor_tasks import write_solved_task
 from tests.support.labs import pods
 from tests.support.processes import processes_of
 from tests.support.scripted import ENGINE, block
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm", "long")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm", "cut", "lost", "timeout")]
 
-LONG_S = 90
+CUT_S = 90
 """Longer than a rollout can last in two minutes of walltime: its pod is warned a minute before the end or earlier, and
 waits for 25 s then."""
-LONG = """\
-name: long
-tasks: tasks/*
-agent: oracle
-environment: {{network: none, images: {{base: {image}}}}}
-slurm:
-  requeues: 0
-  pods: {{partition: gpu, count: 1, ranks_per_node: 2, mem_gb: 1, time: 2}}
-scheduling: {{cuts: 0}}
+WAITS = """\
+import asyncio, time
+from pathlib import Path
+from megaflow_hpc.types import AgentResult
+
+class Waits:
+    async def run(self, task, sandbox, model):
+        end = time.monotonic() + {seconds}
+        while time.monotonic() < end and not Path("{flag}").exists():
+            await asyncio.sleep(0.2)
+        await sandbox.exec("echo 42 > answer")
+        return AgentResult()
 """
+"""An agent that works for longer than its first walltime, unless the flag is there."""
+
+
+@pytest.fixture(scope="module")
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def campaign(folder: Path, image: Path, agent: str, **sections: Any) -> Path:
+    """Writes a campaign for the nodes that other tests of this module leave alone."""
+    content = {"name": "small", "tasks": "tasks/*", "agent": agent}
+    content |= {"environment": {"network": "none", "images": {"base": str(image)}}, **sections}
+    content["slurm"]["pods"] |= {"partition": "gpu", "count": 1, "mem_gb": 1}
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(content))
+    return folder / "campaign.yaml"
 
 
 @dataclass(frozen=True)
-class LongRun:
-    """What became of a rollout that is longer than its pod's walltime, and then of its repetition in a longer one."""
+class CutRun:
+    """What became of a rollout that was longer than its pod's walltime, and then of its repetition in a longer one."""
 
     status: int
     failed: int
     cut: Trajectory
     resumed: int
     whole: Trajectory
+    limits: list[str]
+    """Walltimes of the pods, as accounting has them."""
+
+
+@pytest.fixture(scope="module")
+def cut(
+    slurm: None, background: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory, base_sif: Path
+) -> Future[CutRun]:
+    folder = tmp_path_factory.mktemp("cut")
+    write_solved_task(folder / "tasks", "task0")
+    (folder / "waits.py").write_text(WAITS.format(seconds=CUT_S, flag=folder / "flag"))
+    short = {"requeues": 0, "pods": {"ranks_per_node": 2, "time": 2}}
+    file = campaign(folder, base_sif, "waits:Waits", slurm=short, scheduling={"cuts": 0})
+
+    def runs() -> CutRun:
+        path = folder / "run"
+        done = cli("run", file, "--run-dir", path, "--json", timeout=300)
+        first = only(path)
+        (folder / "flag").touch()
+        again = cli("resume", path, "--failed", "--time", "5", timeout=300)
+        jobs = ",".join(Run(path).job_ids("pods"))
+        limits = subprocess.check_output(["sacct", "-nXP", "-j", jobs, "-o", "Timelimit"], text=True).split()
+        failed = json.loads(done.stdout)["rollouts"]["failed"]
+        return CutRun(done.returncode, failed, first, again.returncode, only(path), limits)
+
+    return background.submit(runs)
+
+
+@pytest.fixture(scope="module")
+def timeout(slurm: None) -> str:
+    """A job that is longer than its walltime."""
+    words = ["sbatch", "--parsable", "-p", "gpu", "--mem=100", "--time=1", "-o", "/dev/null", "--wrap=sleep 600"]
+    return subprocess.check_output(words, text=True).strip()
+
+
+@dataclass(frozen=True)
+class LostRun:
+    """A pod that lost a worker, and later its first rank: the starts after each, and the end."""
+
+    after_worker: set[str]
+    summary: dict[str, Any]
+    path: Path
+    after_first: set[str]
+
+
+@pytest.fixture(scope="module")
+def lost(
+    slurm: None, background: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory, base_sif: Path
+) -> Future[LostRun]:
+    folder = tmp_path_factory.mktemp("lost")
+    for number in range(8):
+        write_solved_task(folder / "tasks", f"task{number}", "sleep 3; echo 42 > answer")
+    section = {"pods": {"ranks_per_node": 3, "slots_per_rank": 1, "time": 10}}
+    file = campaign(folder, base_sif, "oracle", slurm=section)
+
+    def runs() -> LostRun:
+        run = Campaign.from_yaml(file).submit()
+
+        def starts() -> set[str]:
+            return {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]}
+
+        until(lambda: stored(run) >= 1, "first rollout")
+        os.kill(ranks_of(run)[True][0], signal.SIGKILL)
+        done = stored(run)
+        until(lambda: run.status()["retries"], "the worker's rollouts are tried again")
+        until(lambda: stored(run) > done, "the pod goes on")
+        after_worker = starts()
+        os.kill(ranks_of(run)[False][0], signal.SIGKILL)
+        return LostRun(after_worker, run.wait(timeout_s=200), run.path, starts())
+
+    return background.submit(runs)
 
 
 def only(run: Path) -> Trajectory:
@@ -64,26 +158,12 @@ def only(run: Path) -> Trajectory:
         return row.trajectory()
 
 
-@pytest.fixture(scope="module")
-def long(
-    slurm: None, tmp_path_factory: pytest.TempPathFactory, base_sif: Path, write_task: Make
-) -> Iterator[Future[LongRun]]:
-    """A campaign that runs beside the tests of this module, on nodes that they do not use."""
-    folder = tmp_path_factory.mktemp("long")
-    write_task(folder / "tasks", "task0", solution=f"sleep {LONG_S}; echo 42 > answer")
-    (folder / "campaign.yaml").write_text(LONG.format(image=base_sif))
-
-    def runs() -> LongRun:
-        path = folder / "run"
-        done = cli("run", folder / "campaign.yaml", "--run-dir", path, "--json", timeout=300)
-        cut = only(path)
-        again = cli("resume", path, "--failed", "--time", "5", timeout=300)
-        return LongRun(
-            done.returncode, json.loads(done.stdout)["rollouts"]["failed"], cut, again.returncode, only(path)
-        )
-
-    with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(runs)
+def ranks_of(run: Run) -> dict[bool, list[int]]:
+    """Pids of a run's ranks on this host: ``True`` the workers (which have a runner as child), ``False`` rank 0."""
+    found: dict[bool, list[int]] = {True: [], False: []}
+    for pid in processes_of("megaflow_hpc.pod", str(run.path)):
+        found[bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())].append(pid)
+    return found
 
 
 def test_a_start_that_the_walltime_ends_is_not_counted_as_a_crash(make_campaign: Make) -> None:
@@ -117,10 +197,9 @@ def idle(mark: str) -> bool:
 
 
 def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_died_of_it_is_judged(
-    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_campaign: Make
 ) -> None:
     (tmp_path / "scratch").mkdir()
-    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
     mark = f"kept-{uuid.uuid4().hex}"
     commands = [f"echo one >> log; mkdir /{mark}", "echo two >> log", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     answers = [block(command) for command in commands]
@@ -130,7 +209,8 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     extra = f"models:\n  mini: {{{ENGINE}, gpus: 0, agent: mini-swe-agent}}\n  solved: {{{ENGINE}, gpus: 0}}\n{SLURM}"
     solution = f"sleep {LATE_S}; echo oracle > log"
     path = make_campaign(1, extra, agent="oracle", test=test, solution=solution)
-    run = Campaign.from_yaml(path).submit()
+    done = cli("submit", path, "--json", MEGAFLOW_SCRATCH=str(tmp_path / "scratch"))
+    run = Run(json.loads(done.stdout)["run"])
     until(lambda: list(tmp_path.glob(f"scratch/megaflow-*/owners/*/*/layer/upper/{mark}")), "the first command has run")
     until(lambda: idle(mark), "it has ended; the agent is told, and then waits for the model for far longer")
     time.sleep(TOLD_S)
@@ -154,45 +234,24 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     assert first.job_id == second.job_id
 
 
-def ranks_of(run: Run) -> dict[bool, list[int]]:
-    """Pids of a run's ranks on this host: ``True`` the workers (which have a runner as child), ``False`` rank 0."""
-    found: dict[bool, list[int]] = {True: [], False: []}
-    for pid in processes_of("megaflow_hpc.pod", str(run.path)):
-        found[bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())].append(pid)
-    return found
+def test_lost_ranks_cost_their_rollouts_a_retry_and_nothing_else(lost: Future[LostRun]) -> None:
+    found = lost.result(timeout=400)
+    assert found.after_worker == {"0"}
+    assert found.summary["state"] == "finished"
+    assert rows(found.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
+    assert found.after_first == {"0", "1"}
 
 
-def test_lost_ranks_cost_their_rollouts_a_retry_and_nothing_else(make_campaign: Make) -> None:
-    extra = (
-        pods(count=1)
-        .replace("ranks_per_node: 2", "ranks_per_node: 3")
-        .replace("slots_per_rank: 2", "slots_per_rank: 1")
-    )
-    campaign = make_campaign(8, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
-    run = Campaign.from_yaml(campaign).submit()
-
-    def starts() -> set[str]:
-        return {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]}
-
-    until(lambda: stored(run) >= 1, "first rollout")
-    os.kill(ranks_of(run)[True][0], signal.SIGKILL)
-    done = stored(run)
-    until(lambda: run.status()["retries"], "the worker's rollouts are tried again")
-    until(lambda: stored(run) > done, "the pod goes on")
-    assert starts() == {"0"}
-    os.kill(ranks_of(run)[False][0], signal.SIGKILL)
-    summary = run.wait(timeout_s=200)
-    assert summary["state"] == "finished"
-    assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
-    assert starts() == {"0", "1"}
-
-
-def test_what_no_walltime_holds_is_cut_and_goes_on_in_a_longer_one(long: Future[LongRun]) -> None:
-    found = long.result(timeout=400)
+def test_what_no_walltime_holds_is_cut_and_goes_on_in_a_longer_one(cut: Future[CutRun]) -> None:
+    found = cut.result(timeout=400)
     assert (found.status, found.failed) == (1, 1)
     assert (found.cut.status, found.cut.error_kind) == ("failed", "walltime")
     assert "megaflow-hpc resume RUN --failed --time D-HH:MM:SS" in found.cut.error
     assert found.resumed == 0
+    assert found.limits == ["00:02:00", "00:05:00"]
     assert (found.whole.status, found.whole.reward) == ("completed", 1)
-    last = found.whole.attempts[-1]
-    assert last.finished_at - last.started_at > LONG_S
+
+
+def test_accounting_tells_that_a_walltime_ended_a_job(timeout: str) -> None:
+    until(lambda: not accounting.live_jobs([timeout])[timeout].live, "it has left", 180)
+    until(lambda: accounting.finished_jobs([timeout])[timeout].state == "TIMEOUT", "accounting says why")

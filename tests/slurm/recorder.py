@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.places import ROOT
+
 RECORDED = Path(__file__).with_name("recorded")
 SOUND = "finished"
 """Other scenes contain of the site only what differs from this one."""
@@ -50,15 +52,14 @@ SCENES = {
     "longer-than-allowed": "test_queue.py::test_waiting_pods_get_another_walltime_memory_and_partition",
     "brief-qos": "test_queue.py::test_jobs_without_a_time_ask_for_what_a_qos_allows",
     "qos-of-twelve-cpus": "test_resources.py::test_pods_fit_the_cpus_of_a_qos_or_are_refused",
-    "preempted": "test_short_starts.py::"
-    "test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_died_of_it_is_judged",
+    "ended": "test_faults.py::test_accounting_tells_how_jobs_ended",
+    "timeout": "test_short_starts.py::test_accounting_tells_that_a_walltime_ended_a_job",
     "requeued": "test_slurm_campaign.py::test_the_pre_timeout_signal_drains_one_pod_and_requeues_its_element_alone",
     "killed-pod": "test_faults.py::test_a_campaign_killed_and_cancelled_and_resumed_has_every_rollout_once",
     "refused": "test_slurm_campaign.py::test_what_slurm_refuses_is_said_in_its_own_words",
     "heterogeneous": "test_together.py::test_engines_and_pod_are_one_heterogeneous_job_and_one_world",
     "requeued-trainer": "test_training_job.py::"
     "test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training",
-    "walltime": "test_short_starts.py::test_a_start_that_the_walltime_ends_is_not_counted_as_a_crash",
     "unlaunched": "test_unlaunched.py::test_resume_releases_what_a_broken_node_could_not_launch",
 }
 """Scene → the test of ``tests/lab`` in which it is recorded."""
@@ -154,7 +155,7 @@ class Slurm:
 
 def neutral(text: str) -> str:
     """Replaces this machine's names and paths."""
-    text = re.sub(rf"\b{getpass.getuser()}\b", "ada", text)
+    text = re.sub(rf"\b{getpass.getuser()}\b", "ada", text).replace(str(ROOT), "/checkout")
     text = re.sub(r"(AccountingStoragePort +=|host:127.0.0.1:)( ?)\d+", r"\1\g<2>6819", text)
     text = re.sub(r"/tmp/pytest-of-\w+/pytest-\d+/[^/\s]+", WORK, text)
     return re.sub(r"\S*/\.submission_file_\w+\.sh", "SCRIPT", text)
