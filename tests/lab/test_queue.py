@@ -17,7 +17,7 @@ from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.fits import walltime_s
 from tests.support.campaigns import Make, cli, rows, small_rows
-from tests.support.labs import pods
+from tests.support.labs import REASONS, pods
 from tests.support.waiting import eventually, until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]
@@ -66,23 +66,6 @@ def crowded() -> Iterator[str]:
         slurm("sacctmgr", "-i", "delete", *words)
     for name in ("closed", "shrinking", "opening", "worn"):
         slurm("scontrol", "delete", f"PartitionName={name}")
-
-
-REASONS = {
-    "Resources": "next in the queue",
-    "Priority": "of higher priority",
-    "PartitionDown": "takes no jobs now.*resume RUN --partition",
-    "PartitionTimeLimit": "more time than the partition.*resume RUN --time",
-    "ReqNodeNotAvail.*|Nodes.required.*": "down, drained or reserved",
-    "Dependency": "waits for other jobs",
-    "QOSMaxCpuPerUserLimit": "limit of resources",
-    "QOSMaxJobsPerUserLimit": "limit of jobs",
-    "QOSMaxWallDurationPerJobLimit": "more time than the account or QOS.*resume RUN --time",
-    "AssocGrpCpuLimit": "limit of resources",
-    "JobHeldUser": "scontrol release JOB",
-    "BeginTime": "starts in a moment|delayed",
-}
-"""Slurm's code for each cause of :func:`crowded`, and words of what is said of it."""
 
 
 def test_run_status_and_watch_say_why_each_pod_waits(make_campaign: Make, crowded: str, tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.slurm import accounting, arrays, fits, limits, reasons, site
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import scancel
-from tests.lab.test_queue import REASONS
 from tests.slurm.recorder import RECORDED, SCENES, Slurm, read
+from tests.support.labs import REASONS
 from tests.support.places import ROOT
 from tests.support.training import training_run
 from tests.support.waiting import until
@@ -298,7 +298,7 @@ def test_a_walltime_beyond_the_partition_is_refused(play: Play) -> None:
 def test_what_a_finished_run_used_is_read_from_accounting(play: Play) -> None:
     slurm = play("finished")
     asked = next(call.words for call in read("finished") if call.words.startswith("sacct -n -P -D"))
-    found = efficiencies(asked.split(" -j ")[1].split()[0].split(","))
+    found = accounting.efficiencies(asked.split(" -j ")[1].split()[0].split(","))
     assert slurm.calls == [asked]
     pods, gather = submitted("finished")
     assert sorted(one.use.id for one in found) == [f"{pods}_0", f"{pods}_1", gather]
