@@ -31,7 +31,6 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
-from megaflow_hpc.slurm.efficiency import efficiencies
 
 from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.campaign.jobs import Jobs
