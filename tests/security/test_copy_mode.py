@@ -170,35 +170,23 @@ MARKS = [
 DEEPLY = f"cd /opt; i=0; while [ $i -lt {DEEP} ]; do mkdir d; cd ./d; i=$((i+1)); done"
 
 
-@pytest.mark.parametrize(
-    "does",
-    [
-        " ".join(["touch", *(f"'{mark}'" for mark in MARKS)]),
-        "mkdir " + " ".join(f"'{mark}'" for mark in MARKS),
-        " ; ".join(f"ln -s /etc '{mark}'" for mark in MARKS),
-        "for f in /w /bin/w /etc/w; do mknod $f c 0 0; done; rm /etc/profile; mknod /etc/profile c 0 0",
-        "mkdir -p /locked/in/side /opt/new/er; chmod 0 /locked/in /locked /opt/new /etc /opt",
-        "mkfifo /etc/fifo /opt/fifo; rm /etc/profile; mkfifo /etc/profile; rm -rf /root; mkfifo /root",
-        "rm -rf /opt /root; ln -s / /opt; ln -s /proc/1/root /root; rm /etc/profile; ln -s ../../../etc /etc/profile",
-        DEEPLY,
-        "rm -rf /etc /opt /tmp /usr /.singularity.d; exec /bin/busybox rm -rf /bin",
-        "touch \"/etc/$(printf '\\377\\n\\t')\" \"/opt/$(head -c 250 /dev/zero | tr '\\0' n)\"",
-        "chmod 0000 /etc/passwd /bin /usr; chmod 7777 /opt; truncate -s 900G /opt/sparse /etc/passwd",
-    ],
-    ids=[
-        "files",
-        "directories",
-        "links",
-        "whiteouts",
-        "locked",
-        "fifos",
-        "elsewhere",
-        "deep",
-        "gone",
-        "names",
-        "modes",
-    ],
-)
+LEAVES = {
+    "files and whiteouts": " ".join(["touch", *(f"'{mark}'" for mark in MARKS)])
+    + "; touch \"/etc/$(printf '\\377\\n\\t')\" \"/opt/$(head -c 250 /dev/zero | tr '\\0' n)\""
+    + "; for f in /w /bin/w /etc/w; do mknod $f c 0 0; done; rm /etc/profile; mknod /etc/profile c 0 0",
+    "directories and fifos": "mkdir " + " ".join(f"'{mark}'" for mark in MARKS) + "; mkfifo /etc/fifo /opt/fifo; "
+    "rm /etc/profile; mkfifo /etc/profile; rm -rf /root; mkfifo /root",
+    "links and modes": " ; ".join(f"ln -s /etc '{mark}'" for mark in MARKS)
+    + "; truncate -s 900G /opt/sparse /etc/passwd; chmod 7777 /opt; chmod 0000 /etc/passwd /usr /bin",
+    "locked": "mkdir -p /locked/in/side /opt/new/er; chmod 0 /locked/in /locked /opt/new /etc /opt",
+    "elsewhere": "rm -rf /opt /root; ln -s / /opt; ln -s /proc/1/root /root; rm /etc/profile; "
+    "ln -s ../../../etc /etc/profile",
+    "deep": DEEPLY,
+    "gone": "rm -rf /etc /opt /tmp /usr /.singularity.d; exec /bin/busybox rm -rf /bin",
+}
+
+
+@pytest.mark.parametrize("does", LEAVES.values(), ids=LEAVES)
 async def test_whatever_an_agent_leaves_the_next_container_starts_and_the_image_shows(
     image: Path, start: Start, tmp_path: Path, mode: str, does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,37 +82,23 @@ DESCRIPTORS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("program", "spec", "limit"),
-    [
-        (MEMFD, {"memory_mb": 150}, "memory"),
-        (MANY_MEMFDS, {"memory_mb": 150}, "memory"),
-        (SENT, {"memory_mb": 60}, "memory"),
-        (SENT_AND_CLOSED, {"memory_mb": 60}, "memory"),
-        (TCP, {"memory_mb": 100}, "memory"),
-        (PIPES, {"memory_mb": 30}, "memory"),
-        (DELETED_SHM, {"memory_mb": 150}, "memory"),
-        (DELETED, {"disk_mb": 100}, "disk"),
-        (NEVER_NAMED, {"disk_mb": 100}, "disk"),
-        (EMPTY_FILES, {"disk_mb": 100}, "disk"),
-        (LINKS, {"disk_mb": 100}, "disk"),
-        (DESCRIPTORS, {"memory_mb": 2000}, "descriptors"),
-    ],
-    ids=[
-        "memfd",
-        "many memfds",
-        "socket buffers",
-        "socket buffers whose sender is closed",
-        "TCP buffers",
-        "pipes",
-        "deleted file in memory",
-        "deleted files",
-        "files that never had a name",
-        "empty files",
-        "links",
-        "descriptors",
-    ],
-)
+HELD = {
+    "memfd": (MEMFD, {"memory_mb": 150}, "memory"),
+    "many memfds": (MANY_MEMFDS, {"memory_mb": 150}, "memory"),
+    "socket buffers": (SENT, {"memory_mb": 60}, "memory"),
+    "socket buffers whose sender is closed": (SENT_AND_CLOSED, {"memory_mb": 60}, "memory"),
+    "TCP buffers": (TCP, {"memory_mb": 100}, "memory"),
+    "pipes": (PIPES, {"memory_mb": 30}, "memory"),
+    "deleted file in memory": (DELETED_SHM, {"memory_mb": 150}, "memory"),
+    "deleted files": (DELETED, {"disk_mb": 100}, "disk"),
+    "files that never had a name": (NEVER_NAMED, {"disk_mb": 100}, "disk"),
+    "empty files": (EMPTY_FILES, {"disk_mb": 100}, "disk"),
+    "links": (LINKS, {"disk_mb": 100}, "disk"),
+    "descriptors": (DESCRIPTORS, {"memory_mb": 2000}, "descriptors"),
+}
+
+
+@pytest.mark.parametrize(("program", "spec", "limit"), HELD.values(), ids=HELD)
 async def test_what_is_held_out_of_sight_is_counted(
     start: Start, program: str, spec: dict[str, Any], limit: str
 ) -> None:
